@@ -28,13 +28,7 @@ from cellmill.parallel.materialize import plain_name
 
 
 class Method:
-    """Base of every fine-tuning method. `transform` is called, with a whole model, before any other method.
-
-    Parameters
-    ----------
-    config
-        Its options, a `cellmill.config.parts.methods.MethodConfig`.
-    """
+    """Base of every fine-tuning method, with its `MethodConfig`. `transform` is called first, with a whole model."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

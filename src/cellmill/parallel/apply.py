@@ -62,8 +62,8 @@ COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
     """Apply FSDP2 to each block of the ModuleList `blocks`, then to the root. In place, also on the meta device.
 
-    A single data-parallel rank is left unwrapped: there is nothing to shard. So is strategy ddp, except with tensor or
-    pipeline parallel: DistributedDataParallel takes no DTensors, and FSDP2 that shards nothing replaces it.
+    A single data-parallel rank stays unwrapped. So does strategy ddp, except with tensor or pipeline parallel:
+    DistributedDataParallel takes no DTensors, and FSDP2 that shards nothing replaces it.
     """
     if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.model_parallel_size == 1):
         return
@@ -216,16 +216,9 @@ def parallelize(
     stage: int = 0,
     trains: Callable[[str], bool] | None = None,
 ) -> None:
-    """Lay out `model` over `mesh`, in place, on the meta device.
+    """Lay out a whole `Model` over `mesh` by its `plan`, in place, on the meta device.
 
-    Parameters
-    ----------
-    model
-        A whole `cellmill.models.family.Model`; its `plan` names what each transform acts on.
-    stage
-        Pipeline stage to keep; not read without a pipeline.
-    trains
-        Whether the parameter with this plain name is trained; None trains all.
+    Keeps pipeline stage `stage`; `trains` says whether the parameter with a plain name trains, None trains all.
     """
     plan: Any = model.plan
     if parallel.pp > 1:

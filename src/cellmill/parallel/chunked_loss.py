@@ -49,15 +49,9 @@ def chunked_loss(
 ) -> torch.Tensor:
     """Loss of the logits `states @ table.T + bias`, summed over the targets: a float32 scalar.
 
-    Products use the autocast dtype, or else that of `states`; everything else is float32. `backward` can run once.
-    Collective over the ranks that share a sharded table.
-
-    Parameters
-    ----------
-    states, table, bias
-        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,).
-    vectors
-        Further parameters of `targets.loss`, (V,) each.
+    (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,); `vectors` are further parameters of
+    `targets.loss`, (V,) each. Products use the autocast dtype, or else that of `states`; everything else is float32.
+    `backward` can run once. Collective over the ranks that share a sharded table.
     """
     group, rows = None, len(table)
     if isinstance(table, DTensor):

@@ -29,13 +29,7 @@ from cellmill.parallel.vocab_parallel import segment_sum
 
 
 def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the logits `states @ table.T + bias`, summed over the targets; see `chunked_loss`.
-
-    Parameters
-    ----------
-    states, table, bias, answers
-        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,) and (N,) int64.
-    """
+    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed; see `chunked_loss`."""
     return chunked_loss(states, table, bias, _Answers(answers))
 
 
@@ -48,18 +42,11 @@ def profile_loss(
     genes: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As `token_loss`, of N targets that are distributions over the vocabulary.
+    """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries` entries each.
 
-    Parameters
-    ----------
-    entries
-        Number of entries of each target, N integers.
-    starts
-        (N + 1,) int64: the first entry of each target, and their number. On the device: reading `entries` to it would
-        wait for it.
-    genes, weights
-        Token id, int64, and probability, float32, of each entry, target after target. No gene occurs twice in one
-        target; the weights of a target sum to 1.
+    `starts` (N + 1,) int64 are their first entries, on the device: reading `entries` to it would wait for it. `genes`,
+    token ids int64, and `weights`, float32, are by entry, target after target. No gene occurs twice in a target, whose
+    weights sum to 1.
     """
     return chunked_loss(states, table, bias, _Profiles(entries, starts, genes, weights))
 
@@ -154,16 +141,8 @@ def nb_loss(
 ) -> torch.Tensor:
     """Negative log-likelihood of each cell's counts divided by their sum, summed over cells; see `chunked_loss`.
 
-    Parameters
-    ----------
-    states, table, bias, dispersion
-        (N, H), (V, H), a plain tensor or a DTensor sharded by rows, (V,), and (V,), the log of the inverse dispersion.
-    entries
-        Number of entries of each cell, N integers above 0.
-    starts
-        (N + 1,) int64: the first entry of each cell, and their number, on the device.
-    genes, counts
-        Token id, int64, and count, float32 and above 0, of each entry, cell after cell. No gene occurs twice in a cell.
+    `dispersion` (V,) is the log of the inverse dispersion. `entries`, `starts` and `genes` as in `profile_loss`;
+    `counts` are float32 and above 0.
     """
     return chunked_loss(states, table, bias, _Counts(entries, starts, genes, counts), dispersion)
 

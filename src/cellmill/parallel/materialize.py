@@ -22,12 +22,8 @@ def materialize(
 ) -> None:
     """Give every parameter and buffer of `model` memory on `device` and its value. No communication.
 
-    Parameters
-    ----------
-    tensors
-        (plain name, this rank's part as a CPU tensor) of every parameter and buffer, in any order.
-    buffer_device
-        Device of the buffers, where it is not `device`: FSDP2 offloads parameters, never buffers.
+    `tensors` are (plain name, this rank's part as a CPU tensor) of all, in any order. `buffer_device` is the buffers'
+    if another: FSDP2 offloads parameters, never buffers.
     """
     model.to_empty(device=device)
     if buffer_device not in (None, device):

@@ -89,16 +89,9 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
 
 
 def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return `value` of every rank, in the order of ranks. Collective: every rank of `group`.
+    """Return the JSON-able `value` of every rank, in their order. Collective: every rank of `group`, None for all.
 
-    Parameters
-    ----------
-    value
-        Anything that JSON can hold.
-    device
-        A device that the group's backend communicates on.
-    group
-        None for all ranks.
+    The group's backend communicates on `device`.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = [int(length) for length in _gathered(torch.tensor([len(text)], device=device), group)]

@@ -28,13 +28,7 @@ SCHEDULES = {"ZBV": "ZBVZeroBubble"}
 
 
 class PipelineModel(StepModel):
-    """Step of a model in pipeline stages.
-
-    Parameters
-    ----------
-    stages
-        After `parallelize` and `materialize`.
-    """
+    """Step of a model in pipeline stages, after `parallelize` and `materialize`."""
 
     def __init__(self, stages: PipelineStages, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__()

@@ -109,15 +109,7 @@ def blocks_of(stage: int, stages: int, blocks: int) -> range:
 
 
 class PipelineStages(nn.Module):
-    """The pipeline stages of this rank, each a model without the modules of other stages.
-
-    Parameters
-    ----------
-    parts
-        Models (`cellmill.models.family.Model`) by stage number.
-    stages
-        Number of stages over all ranks.
-    """
+    """The pipeline stages of this rank by number, of `stages` in all: models without the modules of other stages."""
 
     def __init__(self, parts: Mapping[int, nn.Module], stages: int) -> None:
         super().__init__()

@@ -49,13 +49,7 @@ class StepModel(nn.Module, ABC):
 
 
 class ParallelModel(StepModel):
-    """Step of a model that each process has in full or in shards: plain, DistributedDataParallel or FSDP2.
-
-    Parameters
-    ----------
-    model
-        After `parallelize` and `materialize`.
-    """
+    """Step of a model in full or in shards, after `parallelize` and `materialize`: plain, DDP or FSDP2."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__()
@@ -129,17 +123,10 @@ def build_step_model(model: nn.Module, parallel: Parallel, mesh: Mesh) -> StepMo
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:
-    """Scale gradients so that their 2-norm over all ranks is at most `max_norm`; None only computes the norm.
+    """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`; None only computes it.
 
-    Returns the norm before clipping, a scalar on the parameters' device. Collective: every rank, also one whose
-    parameters are all frozen.
-
-    Parameters
-    ----------
-    model
-        What this rank holds: the model, or the `PipelineStages` of a pipeline.
-    pipeline
-        Mesh axis of the ranks that hold the other pipeline stages.
+    Returns the norm before clipping, a scalar on the parameters' device. `pipeline` is the mesh axis of the ranks that
+    hold other stages. Collective: every rank, also one whose parameters are all frozen.
     """
     tied: frozenset[int] = getattr(model, "tied", frozenset())
     # one group for each mesh: torch's norm takes no list of tensors on different meshes

@@ -35,13 +35,7 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def embed_bags(
     tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """Sums of value times embedding over the tokens of each cell, (C, H), replicated.
-
-    Parameters
-    ----------
-    tokens, values, cu_seqlens, table
-        (T,) int64, (T,), (C + 1,) offsets of the cells, and (V, H).
-    """
+    """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over a cell's tokens."""
     if not isinstance(table, DTensor):
         return _sum_bags(tokens, values, cu_seqlens, table)
 
@@ -106,10 +100,7 @@ def first_row(table: DTensor) -> int:
 def segment_sum(rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Sum the rows of each cell: (T, …) -> (C, …), of the dtype of `rows`; zeros for a cell without rows.
 
-    Parameters
-    ----------
-    cell, starts
-        (T,) int64, ascending: the cell of each row; and (C + 1,), the first row of each cell, and T.
+    `cell` (T,) int64, ascending, is the cell of each row; `starts` (C + 1,) the first row of each cell, and T.
     """
     flat = rows[:, None] if rows.ndim == 1 else rows.flatten(1)
     sums: torch.Tensor = _SegmentSum.apply(flat, cell, starts)

@@ -46,8 +46,7 @@ Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user,
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
     """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
 
-    The memory of a process is as configured, that of its device, or its share of this machine. Raises ConfigError for
-    an unknown device.
+    Their memory is as configured, the device's, or a share of this machine's.
     """
     known = device_named(device)
     memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else known.memory_gb

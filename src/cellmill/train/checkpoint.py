@@ -78,9 +78,9 @@ def write_index(folder: Path, metadata: Metadata) -> None:
 
 
 def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
-    """Return the index of a checkpoint as DCP has it. Raises DataError if it is missing or damaged.
+    """Return the index of a checkpoint as DCP has it, reduced to what `tensors`, in mappings of any depth, need here.
 
-    Only what `tensors`, in mappings of any depth, need is kept, without parts of other ranks; everything if None.
+    None keeps all of it. Raises DataError if it is missing or damaged.
     """
     path = folder / INDEX
     if not path.exists():
@@ -178,14 +178,9 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 
 class Checkpoints:
-    """Checkpoints of a run. Methods are collective, every rank, unless they say otherwise.
+    """Checkpoints of a run, with the `average` of the weights; `keep` newest ones and those of `keep_steps` are kept.
 
-    Parameters
-    ----------
-    keep, keep_steps
-        Number of newest checkpoints to keep, and the steps of others to keep, besides the best.
-    average
-        Average of the weights, to save and load with them.
+    Methods are collective, every rank, unless they say otherwise.
     """
 
     def __init__(

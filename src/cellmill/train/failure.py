@@ -55,8 +55,7 @@ def error_line(error: BaseException, folder: Path) -> str | None:
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
     """Write the error's line for the launcher.
 
-    An error that the end of another rank may have caused goes to a file of its own, the first one alone: it counts if
-    no rank says more.
+    An error that another rank's end may have caused goes to a file of its own, which counts if no rank says more.
     """
     connection = error_file.with_name(CONNECTION)
     if (line := error_line(error, folder)) is not None:
@@ -214,12 +213,8 @@ def hang_line(
 ) -> str:
     """Return the line that names the ranks for which the others wait.
 
-    Parameters
-    ----------
-    earlier, now
-        Positions by rank, `waited_s` / 2 apart; None for a rank that never published one.
-    hosts
-        Nodes of ranks that never published a position, by rank, where known.
+    `earlier` and `now` are positions by rank, `waited_s` / 2 apart; None for a rank that never published one, whose
+    node may be in `hosts`.
     """
     known = {rank: position for rank, position in enumerate(now) if position is not None}
     furthest, hindmost = (most(known.values(), key=lambda position: position.passed) for most in (max, min))

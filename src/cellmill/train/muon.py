@@ -94,13 +94,9 @@ class _Shared:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for groups with `matrices` true, fused AdamW for the others.
+    """Muon for groups with `matrices` true, fused AdamW for the others; float32 parameters.
 
-    Parameters
-    ----------
-    groups
-        Groups of materialized float32 parameters on one mesh each, with `weight_decay` and `matrices`. Collective in
-        construction and `step`: every rank, with the same groups as the ranks that share its parameters.
+    Collective in construction and `step`: every rank, with the same groups as the ranks that share its parameters.
     """
 
     param_groups: list[dict[str, Any]]

@@ -46,14 +46,8 @@ def build_optimizer(
     """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline stage may have none.
 
     Keys of its groups: `params`, on one mesh; `weight_decay`; `lr_scale`, a factor of the scheduled rate, which the
-    loop sets; `matrices`, for `OptimizerConfig.matrix_state_names`; and the `state_names` of its parameters.
-
-    Parameters
-    ----------
-    cpu_offload
-        With "optimizer" the moments are on the CPU; with "full" the parameters already are.
-    extras
-        Group options of a parameter by plain name, as `Method.group`.
+    loop sets; `matrices`, for `OptimizerConfig.matrix_state_names`; and the `state_names` of its parameters. `extras`
+    returns options of a parameter's group by plain name (`Method.group`).
     """
     config, decayed, matrices = train.optimizer, decayed_parameters(model), set[str]()
     if config.matrix_state_names is not None:
@@ -94,15 +88,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 class Unfreezing:
-    """First steps of the parameters that a rank holds.
-
-    Parameters
-    ----------
-    model
-        What this rank holds: the model, or the `PipelineStages` of a pipeline, after `parallelize`.
-    first_step
-        The first step of a parameter by plain name, from 0: `Method.first_step`.
-    """
+    """First steps, from 0, of the parameters that a rank holds: `Method.first_step` of their plain names."""
 
     def __init__(self, model: nn.Module, first_step: Callable[[str], int]) -> None:
         steps = {name: first_step(plain_name(name)) for name, p in model.named_parameters() if p.requires_grad}
@@ -118,15 +104,7 @@ class Unfreezing:
 
 
 class WeightAverage:
-    """Average of the parameters of `model` that require a gradient; begins with their values.
-
-    Parameters
-    ----------
-    model
-        What this rank holds, after `materialize`: the model, or the `PipelineStages` of a pipeline.
-    decay
-        `train.ema_decay`.
-    """
+    """Average of the parameters of `model`, after `materialize`, that require a gradient; begins with their values."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay

@@ -44,14 +44,9 @@ def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool
 
 
 class LossScale:
-    """Dynamic loss scale, a tensor on the device. Every rank calls each method alike; none communicates.
+    """Dynamic loss scale, a tensor on the `device` of gradients; `value` and `good_steps` from `read` of a resumed run.
 
-    Parameters
-    ----------
-    device
-        Device on which gradients are reduced.
-    value, good_steps
-        From `read` of the run that is resumed; None and 0 for a new run.
+    Every rank calls each method alike; none communicates.
     """
 
     def __init__(self, device: torch.device, value: float | None = None, good_steps: int = 0) -> None:

@@ -29,10 +29,7 @@ PROFILED_RANKS = 8
 class Meter:
     """Counts since the last `read`, and the rates over the wall clock, which includes waiting for data.
 
-    Parameters
-    ----------
-    peak_flops
-        Peak FLOP/s of one rank's device; None when unknown, and no MFU is reported.
+    `peak_flops` is one rank's peak FLOP/s; None when unknown, and no MFU is reported.
     """
 
     peak_flops: float | None
@@ -135,12 +132,10 @@ def readings_line(device_type: str, by_rank: list[float], ranks: int) -> dict[st
 
 
 class StepProfile:
-    """Profiler trace of the steps `first` to `last`, counted from 1, in `folder`.
+    """Profiler trace of the steps `first` to `last`, counted from 1, in `folder`, on the first `PROFILED_RANKS` ranks.
 
-    profile/rank-0.trace.json.gz      operations, kernels and named parts of each step: chrome://tracing or Perfetto
-    profile/rank-0.memory.pickle      allocations on a GPU: pytorch.org/memory_viz
-
-    Ranks from `PROFILED_RANKS` on record nothing. Steps before a resume are not recorded again.
+    rank-0.trace.json.gz has operations, kernels and named parts of each step (chrome://tracing, Perfetto);
+    rank-0.memory.pickle allocations on a GPU (pytorch.org/memory_viz).
     """
 
     def __init__(self, folder: Path, first: int, last: int, rank: int, device: torch.device) -> None:

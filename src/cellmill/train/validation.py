@@ -100,10 +100,8 @@ def advice(objective: ObjectiveConfig) -> str:
 def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
     """Return metrics from the sums over all ranks; none for fewer than two cells.
 
-    effective_rank
-        Exponential of the entropy of the covariance's eigenvalues: the number of directions, 1 to `width`.
-    depth_r2
-        R² of a linear regression of log depth on the vectors, adjusted for their width; from 2 * `width` cells on.
+    effective_rank is the exponential of the entropy of the covariance's eigenvalues: the number of directions. depth_r2
+    is R² of a linear regression of log depth on the vectors, adjusted for their width; from 2 * `width` cells on.
     """
     n = float(sums[0])
     if n < 2:

@@ -100,12 +100,7 @@ def build_trainer(
 ) -> Trainer:
     """Return the trainer of the run whose run.json has the content `record`. Collective: every rank.
 
-    Parameters
-    ----------
-    copies
-        Local copies of shards, made while the run trains.
-    size
-        Sizes of the whole model; None measures it.
+    `copies` are local copies of shards; `size` the whole model's, measured if None.
     """
     vocabulary, manifest = Vocabulary.read(Path(record["vocabulary"])), Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
