@@ -41,58 +41,80 @@ def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_
     assert layout(Parallel.model_validate(options), world, local_world) == expected
 
 
-def test_a_shard_size_that_does_not_divide_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError) as error:
-        layout(Parallel(sharding_strategy="HYBRID_SHARD", shard_size=4), 6, 6)
-    assert str(error.value) == (
-        "parallel.shard_size 4 does not divide 6 processes; use 3, or change nodes and nproc_per_node in the profile"
-    )
+OR_PROFILE = ", or change nodes and nproc_per_node in the profile"
+HYBRID = "parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {}; set it to null"
+IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
+    ({"shard_size": 4}, 6, 6, "parallel.shard_size 4 does not divide 6 processes; use 3" + OR_PROFILE),
+    ({"tp": 3}, 8, 8, "parallel.tp 3 does not divide 8 processes; use 2" + OR_PROFILE),
+    ({"pp": 3}, 8, 8, "parallel.pp 3 does not divide 8 processes; use 2" + OR_PROFILE),
+    (
+        {"pp": 2, "tp": 3},
+        8,
+        8,
+        "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE,
+    ),
+    (
+        {"pp": 2, "tp": 2, "shard_size": 3},
+        16,
+        8,
+        "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2" + OR_PROFILE,
+    ),
+    ({"tp": 4}, 12, 6, "parallel.tp 4 does not divide the 6 processes of a node; use 3, or set parallel.shard_size"),
+    (
+        {"tp": 2, "shard_size": 8},
+        12,
+        12,
+        "parallel.shard_size 8 does not divide 6 groups of tp 2; use 6" + OR_PROFILE,
+    ),
+    ({"strategy": "ddp", "shard_size": 2}, 4, 4, HYBRID.format("strategy ddp")),
+    ({"sharding_strategy": "FULL_SHARD", "shard_size": 2}, 4, 4, HYBRID.format("FULL_SHARD")),
+    (
+        {"cpu_offload": "full", "tp": 2, "pp": 2},
+        4,
+        4,
+        "parallel.cpu_offload full requires two data-parallel processes, got one: 4 processes with pp 2 x tp 2; "
+        "set cpu_offload to optimizer" + OR_PROFILE,
+    ),
+]
+STAGES = "parallel.pp {} with schedule {} has {} pipeline stages for model.layers {}, and each needs a block; use {}"
+EXCLUDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; use 3"),
+    ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; use 1"),
+    (
+        {},
+        {"sequence_parallel": True},
+        "parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no",
+    ),
+    ({"layers": 6}, {"pp": 4, "schedule": "ZBV"}, STAGES.format(4, "ZBV", 8, 6, "pp 3")),
+    ({"layers": 3}, {"pp": 4}, STAGES.format(4, "1F1B", 4, 3, "pp 3")),
+    (
+        {"layers": 3},
+        {"pp": 2, "schedule": "DualPipeV"},
+        STAGES.format(2, "DualPipeV", 4, 3, "schedule 1F1B, or set pp to 1"),
+    ),
+    ({}, {"schedule": "ZBV"}, "parallel.schedule requires parallel.pp > 1; set pp, or leave schedule out"),
+    ({}, {"microbatches": 8}, "parallel.microbatches requires parallel.pp > 1; set pp, or leave microbatches out"),
+    (
+        {},
+        {"cpu_offload": "full", "strategy": "ddp"},
+        "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to optimizer",
+    ),
+    (
+        {},
+        {"compile": True, "activation_checkpointing": "selective"},
+        "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "
+        "by itself; set it to null or full",
+    ),
+    (
+        {},
+        {"compile": True, "pp": 2, "schedule": "ZBV"},
+        "parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no, or schedule to "
+        "Interleaved1F1B",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "world", "local_world", "message"),
-    [
-        (
-            {"tp": 3},
-            8,
-            8,
-            "parallel.tp 3 does not divide 8 processes; use 2, or change nodes and nproc_per_node in the profile",
-        ),
-        (
-            {"pp": 3},
-            8,
-            8,
-            "parallel.pp 3 does not divide 8 processes; use 2, or change nodes and nproc_per_node in the profile",
-        ),
-        (
-            {"pp": 2, "tp": 3},
-            8,
-            8,
-            "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2, "
-            "or change nodes and nproc_per_node in the profile",
-        ),
-        (
-            {"pp": 2, "tp": 2, "shard_size": 3},
-            16,
-            8,
-            "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2, "
-            "or change nodes and nproc_per_node in the profile",
-        ),
-        (
-            {"tp": 4},
-            12,
-            6,
-            "parallel.tp 4 does not divide the 6 processes of a node; use 3, or set parallel.shard_size",
-        ),
-        (
-            {"tp": 2, "shard_size": 8},
-            12,
-            12,
-            "parallel.shard_size 8 does not divide 6 groups of tp 2; use 6, "
-            "or change nodes and nproc_per_node in the profile",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "world", "local_world", "message"), IMPOSSIBLE)
 def test_an_impossible_product_is_refused_with_the_nearest_possible(
     options: dict[str, Any], world: int, local_world: int, message: str
 ) -> None:
@@ -101,52 +123,20 @@ def test_an_impossible_product_is_refused_with_the_nearest_possible(
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "message"),
-    [
-        ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; use 3"),
-        ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; use 1"),
-        (
-            {},
-            {"sequence_parallel": True},
-            "parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no",
-        ),
-        (
-            {"layers": 6},
-            {"pp": 4, "schedule": "ZBV"},
-            "parallel.pp 4 with schedule ZBV has 8 pipeline stages for model.layers 6, and each needs a block; "
-            "use pp 3",
-        ),
-        (
-            {"layers": 3},
-            {"pp": 4},
-            "parallel.pp 4 with schedule 1F1B has 4 pipeline stages for model.layers 3, and each needs a block; "
-            "use pp 3",
-        ),
-        (
-            {"layers": 3},
-            {"pp": 2, "schedule": "DualPipeV"},
-            "parallel.pp 2 with schedule DualPipeV has 4 pipeline stages for model.layers 3, and each needs a block; "
-            "use schedule 1F1B, or set pp to 1",
-        ),
-        (
-            {},
-            {"schedule": "ZBV"},
-            "parallel.schedule requires parallel.pp > 1; set pp, or leave schedule out",
-        ),
-        (
-            {},
-            {"microbatches": 8},
-            "parallel.microbatches requires parallel.pp > 1; set pp, or leave microbatches out",
-        ),
-    ],
-)
-def test_a_model_that_the_layout_cannot_cut_is_refused(
+@pytest.mark.parametrize(("model", "parallel", "message"), EXCLUDED)
+def test_a_layout_that_the_model_or_another_option_excludes_is_refused(
     model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         _check(EncoderConfig.model_validate(model), parallel)
     assert str(error.value) == message
+
+
+def test_their_alternatives_are_accepted() -> None:
+    _check(EncoderConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+    assert layout(Parallel.model_validate({"cpu_offload": "full", "tp": 2}), 4, 4).dp == 2
+    other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
+    _check(EncoderConfig(), other | {"compile": True})
 
 
 def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_parallelism() -> None:
@@ -206,21 +196,6 @@ def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
         check_nodes(options, range(2, 6), 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"strategy": "ddp"}, "strategy ddp"),
-        ({"sharding_strategy": "FULL_SHARD"}, "FULL_SHARD"),
-    ],
-)
-def test_a_shard_size_without_hybrid_shard_is_refused(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        layout(Parallel.model_validate(options | {"shard_size": 2}), 4, 4)
-    assert (
-        str(error.value) == f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {name}; set it to null"
-    )
-
-
 def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert device_named("h100").memory_gb == 80
     bf16, tf32 = Parallel(precision="bf16-mixed"), Parallel(tf32=True)
@@ -235,44 +210,3 @@ def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     with pytest.raises(ConfigError) as error:
         device_named("h1000")
     assert str(error.value) == (f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}")
-
-
-def test_parameters_on_the_cpu_are_refused_without_fsdp() -> None:
-    full = {"cpu_offload": "full"}
-    with pytest.raises(ConfigError) as error:
-        _check(EncoderConfig(), full | {"strategy": "ddp"})
-    assert str(error.value) == (
-        "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to optimizer"
-    )
-    with pytest.raises(ConfigError) as refused:
-        layout(Parallel.model_validate(full | {"tp": 2, "pp": 2}), 4, 4)
-    assert str(refused.value) == (
-        "parallel.cpu_offload full requires two data-parallel processes, got one: 4 processes with pp 2 x tp 2; "
-        "set cpu_offload to optimizer, or change nodes and nproc_per_node in the profile"
-    )
-    _check(EncoderConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
-    assert layout(Parallel.model_validate(full | {"tp": 2}), 4, 4).dp == 2
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        (
-            {"activation_checkpointing": "selective"},
-            "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "
-            "by itself; set it to null or full",
-        ),
-        (
-            {"pp": 2, "schedule": "ZBV"},
-            "parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no, or schedule to "
-            "Interleaved1F1B",
-        ),
-    ],
-)
-def test_options_that_exclude_compile_are_refused_with_an_alternative(chosen: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        _check(EncoderConfig(), chosen | {"compile": True})
-    assert str(error.value) == message
-    _check(EncoderConfig(), chosen)
-    other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
-    _check(EncoderConfig(), other | {"compile": True})

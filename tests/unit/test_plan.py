@@ -59,16 +59,12 @@ def _plan(
 
 
 def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
+    (out / "plan.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError) as error:
         _plan(corpus, out, **what)
     assert not (out / "plan.json").exists()
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def _refused_alone(corpus: Manifest, out: Path, **what: Any) -> str:
-    (out / "plan.json").unlink(missing_ok=True)
-    return _refused(corpus, out, **what)
 
 
 def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> CellStream:
@@ -177,8 +173,6 @@ def test_tensor_parallel_ranks_share_the_cells_of_their_group(
     assert cut["memory"]["total_bytes"] < one["memory"]["total_bytes"]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("processes")]
     assert lines[1] == "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"
-    message = _refused_alone(corpus, tmp_path, nproc=12, parallel={"tp": 2})
-    assert message.startswith("stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile")
 
 
 def test_cut_cells_and_a_warm_up_of_the_whole_run_are_reported(
@@ -208,17 +202,15 @@ def test_the_default_rate_is_scaled_to_another_batch_as_a_hint(
 def test_values_that_leak_hidden_counts_are_a_warning(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
+    leak = (
         "warning     {}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
         "leak the sum of the hidden counts; set it to yes in a new run"
     )
-    _plan(corpus, tmp_path, train={"warmup_steps": 2})
-    assert [line for line in capsys.readouterr().out.splitlines() if "leak" in line] == [said.format("objective")]
-    planned = _plan(corpus, tmp_path, objective={"renormalize": True})
-    assert (planned["warnings"], "leak" in capsys.readouterr().out) == ([], False)
-    parts: dict[str, Any] = {"cell_decoding": {}, "masked_value": {}}
-    _plan(corpus, tmp_path, objective={"name": "sum", "parts": parts})
-    assert said.format("objective.parts.masked_value") in capsys.readouterr().out.splitlines()
+    parts = {"name": "sum", "parts": {"cell_decoding": {}, "masked_value": {}}}
+    for objective, where in (({}, "objective"), (parts, "objective.parts.masked_value"), ({"renormalize": True}, "")):
+        planned = _plan(corpus, tmp_path, objective=objective)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "leak" in line]
+        assert (lines, len(planned["warnings"])) == ([leak.format(where)] * bool(where), bool(where))
 
 
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:
@@ -227,40 +219,33 @@ def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Pat
     assert _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"] == 2_700_000_000
 
 
+WIDE: dict[str, Any] = {"stream": {"lanes": 512}, "train": {"global_batch": 512}}
+
+
 @pytest.mark.parametrize(
-    ("world", "message"),
+    ("changes", "message"),
     [
         (
-            3,
-            "stream.lanes 8 is not a multiple of 3 processes; set 2 in the profile, "
-            "or stream.lanes 3 with train.global_batch 33",
+            {"nproc": 3},
+            "stream.lanes 8 is not a multiple of 3 processes; set 2 in the profile, or stream.lanes 3 with "
+            "train.global_batch 33",
+        ),
+        ({"nproc": 16}, "stream.lanes 8 is not a multiple of 16 processes; set 8 in the profile, or stream.lanes 16"),
+        (
+            {"nproc": 12, "parallel": {"tp": 2}},
+            "stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile",
         ),
         (
-            16,
-            "stream.lanes 8 is not a multiple of 16 processes; set 8 in the profile, or stream.lanes 16",
+            {"nodes": 64, "nproc": 8} | WIDE,
+            "512 processes for 250 training cells; set fewer processes in the profile",
         ),
+        ({"device": "h10"}, "unknown device 'h10'; set the profile's device to one of: cpu, v100, "),
+        ({"tokens": {"max_tokens": 65}}, "tokens.max_tokens 65 exceeds train.token_budget 64"),
     ],
+    ids=str,
 )
-def test_processes_that_cannot_share_the_lanes_are_refused(
-    corpus: Manifest, tmp_path: Path, world: int, message: str
-) -> None:
-    assert _refused(corpus, tmp_path, nproc=world) == message
-
-
-def test_more_processes_than_cells_are_refused(corpus: Manifest, tmp_path: Path) -> None:
-    message = _refused(corpus, tmp_path, nodes=64, nproc=8, stream={"lanes": 512}, train={"global_batch": 512})
-    assert message == "512 processes for 250 training cells; set fewer processes in the profile"
-
-
-def test_an_unknown_device_is_refused_with_the_known_ones(corpus: Manifest, tmp_path: Path) -> None:
-    assert _refused(corpus, tmp_path, device="h10").startswith(
-        "unknown device 'h10'; set the profile's device to one of: cpu, v100, "
-    )
-
-
-def test_options_that_exclude_each_other_are_refused(corpus: Manifest, tmp_path: Path) -> None:
-    message = _refused(corpus, tmp_path, tokens={"max_tokens": 65})
-    assert message.startswith("tokens.max_tokens 65 exceeds train.token_budget 64")
+def test_what_cannot_work_is_refused(corpus: Manifest, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert _refused(corpus, tmp_path, **changes).startswith(message)
 
 
 # 59 million parameters: under ddp 1.18 GB with moments, buckets and accumulated gradients, 0.23 GB of activations
@@ -285,7 +270,6 @@ def test_a_run_that_does_not_fit_is_refused_with_a_remedy(
     corpus: Manifest, tmp_path: Path, memory_gb: float, remedy: str
 ) -> None:
     whole = _plan(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, **BIG)["memory"]
-    (tmp_path / "plan.json").unlink()
     message = _refused(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp"}, plan={"memory_gb": memory_gb}, **BIG)
     assert message.startswith(f"needs {amount(whole['total_bytes'])} per process, ")
     assert (
@@ -324,13 +308,8 @@ def test_the_proposed_change_fits(corpus: Manifest, tmp_path: Path) -> None:
 def test_the_command_ends_in_one_line_and_exit_code_2(
     corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(
-        [
-            *("plan", "--options", json.dumps(SECTIONS), "--manifest", str(corpus.path)),
-            *("--out", str(tmp_path / "plan.json"), "--nproc-per-node", "3"),
-        ]
-    )
-    assert code == 2
+    words = ["plan", "--options", json.dumps(SECTIONS), "--manifest", str(corpus.path), "--nproc-per-node", "3"]
+    assert main([*words, "--out", str(tmp_path / "plan.json")]) == 2
     assert capsys.readouterr().err.startswith("cellmill plan: stream.lanes 8 is not a multiple of 3 processes")
 
 
