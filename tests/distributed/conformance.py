@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -283,118 +284,103 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 TP, PP = BOTH_CUT, "pp 2"
+FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
+WHOLE, HALF, THIRD = ({"token_budget": n} for n in (4096, 1024, 300))
+FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "selective"))
+OFFLOADED, ON_CPU, BF16 = {"cpu_offload": "optimizer"}, {"cpu_offload": "full"}, "bf16-mixed"
+
+
+def each(models: str | list[str], layouts: Iterable[str], ranks: int = 4, **more: Any) -> list[Case]:
+    """Each model in each layout."""
+    return [Case(m, at, ranks, **more) for m in ([models] if isinstance(models, str) else models) for at in layouts]
+
+
 COMBINED: list[Case] = [
-    *(Case("genes", layout) for layout in ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "FULL_SHARD x tp 2", TP)),
-    Case("genes", "ddp x tp 2", parallel={"activation_checkpointing": "selective"}),
-    Case("genes", "HYBRID_SHARD", parallel={"cpu_offload": "optimizer", "activation_checkpointing": "full"}),
-    Case("genes", "FULL_SHARD", parallel={"cpu_offload": "full"}, train={"token_budget": 300}),
+    *each("genes", ["SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "FULL_SHARD x tp 2", TP]),
+    Case("genes", "ddp x tp 2", parallel=SELECTIVE),
+    Case("genes", "HYBRID_SHARD", parallel=OFFLOADED | FULL),
+    Case("genes", "FULL_SHARD", parallel=ON_CPU, train=THIRD),
     Case("four layers, genes", "pp 2, ZBV x SHARD_GRAD_OP"),
-    Case("four layers, genes", "pp 2, Interleaved1F1B x FULL_SHARD", parallel={"activation_checkpointing": "full"}),
+    Case("four layers, genes", "pp 2, Interleaved1F1B x FULL_SHARD", parallel=FULL),
     Case("genes", "pp 2, 1F1B x tp 2"),
-    Case("genes", "HYBRID_SHARD", precision="bf16-mixed"),
-    *(Case(model, "FULL_SHARD", precision="bf16-mixed", train={"token_budget": 256}) for model in PAIRS),
+    Case("genes", "HYBRID_SHARD", precision=BF16),
+    *each([*PAIRS], ["FULL_SHARD"], train=FEW, precision=BF16),
 ]
 """Combined axes, of one model."""
-FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
-RECOMPUTED = [{"activation_checkpointing": how} for how in ("full", "selective")]
-OFFLOADED = {"cpu_offload": "optimizer"}
 PRODUCT: list[Case] = [
-    *(Case("masked_value", layout) for layout in LAYOUTS),
-    *(Case("genes", layout) for layout in CUT),
-    *(Case("eight layers, genes", layout) for layout in PIPELINES),
-    *(Case("eight layers", layout) for layout in ("pp 4, 1F1B", "pp 2, ZBV x SHARD_GRAD_OP")),
-    *(Case("eight layers, genes", layout, 8) for layout in THREE_AXES if "pp" in layout),
-    *(Case(model, layout, 8) for model in ("masked_value", "genes") for layout in THREE_AXES if "pp" not in layout),
-    *(Case("masked_value", layout, parallel=how) for layout in ("ddp", "HYBRID_SHARD", TP, PP) for how in RECOMPUTED),
-    *(Case("masked_value", layout, parallel=OFFLOADED) for layout in ("ddp", "FULL_SHARD", "HYBRID_SHARD")),
-    *(Case("masked_value", layout, parallel=OFFLOADED) for layout in ("tp 4", TP, PP)),
-    *(
-        Case("masked_value", layout, parallel={"cpu_offload": "full"}, train={"token_budget": 300})
-        for layout in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", TP, PP)
-    ),
-    *(Case("masked_value", layout, precision="bf16-mixed") for layout in ("ddp", "HYBRID_SHARD", "NO_SHARD", *CUT)),
-    *(
-        Case("masked_value", "FULL_SHARD", parallel={"cpu_offload": how} | RECOMPUTED[1], precision="bf16-mixed")
-        for how in ("optimizer", "full")
-    ),
-    *(
-        Case("eight layers", layout, precision="bf16-mixed")
-        for layout in ("pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, 1F1B x tp 2")
-    ),
-    *(Case("next_gene", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
-    *(Case("next_gene, binned", layout, train=FEW) for layout in ("tp 4", "pp 2, 1F1B x tp 2")),
-    *(Case("encoder, batch", layout, train=FEW) for layout in ("HYBRID_SHARD", TP, PP)),
-    *(Case("profile, batch", layout, train=FEW) for layout in ("ddp", "FULL_SHARD x tp 2")),
-    *(Case("perturbation_response", layout, train=FEW) for layout in (TP, PP)),
-    *(Case("encoder, decoding", layout, train=FEW) for layout in ("HYBRID_SHARD", TP, PP)),
-    *(Case("encoder, thinned", layout, train=FEW) for layout in ("tp 4", "pp 2, 1F1B x tp 2")),
-    *(Case("encoder without blocks", layout, train=FEW) for layout in ("HYBRID_SHARD", "tp 4, sequence parallel")),
-    *(Case("profile, decoding", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", "FULL_SHARD x tp 2")),
-    *(
-        Case("classification", layout, train=train)
-        for layout, train in (("ddp", {"token_budget": 1024}), (TP, DEFAULT))
-    ),
-    Case("classification", PP, parallel=PARTS4, train={"token_budget": 4096}),
-    *(Case("sum of labels", layout) for layout in ("HYBRID_SHARD", "FULL_SHARD x tp 2")),
-    *(Case("supervised_contrastive", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD")),
-    Case("supervised_contrastive", TP, train={"token_budget": 4096}),
-    Case("supervised_contrastive", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    *each("masked_value", LAYOUTS),
+    *each("genes", CUT),
+    *each("eight layers, genes", PIPELINES),
+    *each("eight layers", ["pp 4, 1F1B", "pp 2, ZBV x SHARD_GRAD_OP"]),
+    *each("eight layers, genes", [name for name in THREE_AXES if "pp" in name], 8),
+    *each(["masked_value", "genes"], [name for name in THREE_AXES if "pp" not in name], 8),
+    *each("masked_value", ["ddp", "HYBRID_SHARD", TP, PP], parallel=FULL),
+    *each("masked_value", ["ddp", "HYBRID_SHARD", TP, PP], parallel=SELECTIVE),
+    *each("masked_value", ["ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4", TP, PP], parallel=OFFLOADED),
+    *each("masked_value", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", TP, PP], parallel=ON_CPU, train=THIRD),
+    *each("masked_value", ["ddp", "HYBRID_SHARD", "NO_SHARD", *CUT], precision=BF16),
+    Case("masked_value", "FULL_SHARD", parallel=OFFLOADED | SELECTIVE, precision=BF16),
+    Case("masked_value", "FULL_SHARD", parallel=ON_CPU | SELECTIVE, precision=BF16),
+    *each("eight layers", ["pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, 1F1B x tp 2"], precision=BF16),
+    *each("next_gene", ["ddp", "HYBRID_SHARD", TP, PP], train=FEW),
+    *each("next_gene, binned", ["tp 4", "pp 2, 1F1B x tp 2"], train=FEW),
+    *each("encoder, batch", ["HYBRID_SHARD", TP, PP], train=FEW),
+    *each("profile, batch", ["ddp", "FULL_SHARD x tp 2"], train=FEW),
+    *each("perturbation_response", [TP, PP], train=FEW),
+    *each("encoder, decoding", ["HYBRID_SHARD", TP, PP], train=FEW),
+    *each("encoder, thinned", ["tp 4", "pp 2, 1F1B x tp 2"], train=FEW),
+    *each("encoder without blocks", ["HYBRID_SHARD", "tp 4, sequence parallel"], train=FEW),
+    *each("profile, decoding", ["ddp", "HYBRID_SHARD", "FULL_SHARD x tp 2"], train=FEW),
+    Case("classification", "ddp", train=HALF),
+    Case("classification", TP),
+    *each("sum of labels", ["HYBRID_SHARD", "FULL_SHARD x tp 2"]),
+    *each("supervised_contrastive", ["ddp", "HYBRID_SHARD"], train=FEW),
     Case("sum of contrasts", "HYBRID_SHARD", train=FEW),
-    *(Case("negative binomial", layout, train=FEW) for layout in ("tp 4", PP)),
-    *(Case(model, layout, train=FEW) for model in ("cls", "attention, renormalized") for layout in (TP, PP)),
-    *(Case("vectors", layout, train=FEW) for layout in ("HYBRID_SHARD", "pp 2, 1F1B x tp 2")),
+    *each("negative binomial", ["tp 4", PP], train=FEW),
+    *each(["cls", "attention, renormalized"], [TP, PP], train=FEW),
+    *each("vectors", ["HYBRID_SHARD", "pp 2, 1F1B x tp 2"], train=FEW),
     Case("vectors, trained", TP, train=FEW),
     Case("profile, vectors", "ddp", train=FEW),
     Case("profile, vectors, trained", "tp 4", train=FEW),
-    *(Case("masked_gene", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
-    Case("cell_decoding", "pp 2, 1F1B x tp 2", train=FEW),
-    *(Case("query_decoding", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
-    Case("encoder, queries", "pp 2, 1F1B x tp 2", train=FEW),
-    *(Case("regression", layout, train={"token_budget": 1024}) for layout in ("ddp",)),
-    Case("regression", PP, parallel=PARTS4, train={"token_budget": 4096}),
-    Case("pearson", "ddp", train={"token_budget": 1024}),
-    Case("pearson", PP, parallel=PARTS4, train={"token_budget": 4096}),
+    *each(["masked_gene", "query_decoding", "sum"], ["ddp", "HYBRID_SHARD", TP, PP], train=FEW),
+    *each(["cell_decoding", "encoder, queries"], ["pp 2, 1F1B x tp 2"], train=FEW),
+    *each(["regression", "pearson"], ["ddp"], train=HALF),
     Case("pearson", "HYBRID_SHARD x tp 2", train={"token_budget": 2048}),
-    Case("sum with numbers", "FULL_SHARD", train={"token_budget": 1024}),
-    Case("several heads", TP, train={"token_budget": 4096}),
-    *(Case("sum", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD", TP, PP)),
-    *(Case("view loss", layout, train=FEW) for layout in ("ddp", "HYBRID_SHARD")),
-    Case("view loss", TP, train={"token_budget": 4096}),
+    Case("sum with numbers", "FULL_SHARD", train=HALF),
+    *each("view loss", ["ddp", "HYBRID_SHARD"], train=FEW),
+    *each(["supervised_contrastive", "several heads", "view loss"], [TP], train=WHOLE),
     # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
-    Case("view loss", PP, parallel=PARTS4, train={"token_budget": 4096}),
-    Case("profile, view loss", "ddp", train={"token_budget": 4096}),
+    *each(
+        ["classification", "supervised_contrastive", "regression", "pearson", "view loss"],
+        [PP],
+        parallel=PARTS4,
+        train=WHOLE,
+    ),
+    Case("profile, view loss", "ddp", train=WHOLE),
     Case("proteins", TP),
     Case("hf", "ddp"),
-    Case("hf", "HYBRID_SHARD", parallel=RECOMPUTED[0]),
+    Case("hf", "HYBRID_SHARD", parallel=FULL),
 ]
 """Every other layout, objective and precision that is tested."""
-CUTS: list[Any] = [
-    grouped(Case("view loss", "fsdp", 2, {"token_budget": 128}), False),
-    grouped(Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}), False),
-    grouped(Case("sum of contrasts", "ddp", 2, {"token_budget": 128}), True),
-    grouped(Case("genes", "HYBRID_SHARD", train=SMALL, parallel={"gradient_reduction": "micro_batch"}), False),
-    grouped(Case("masked_value", "HYBRID_SHARD", train=SMALL, parallel={"gradient_reduction": "step"}), True),
-    *(
-        grouped(Case("masked_value", name, train=SMALL, parallel={"gradient_reduction": "step"}), True)
-        for name in ("ddp", "tp 4")
-    ),
-    *(
-        grouped(Case("masked_value", TP, train={"token_budget": 300}, parallel={"gradient_reduction": how}), True)
-        for how in ("step", "micro_batch")
-    ),
-    grouped(Case("four layers, genes", "pp", 2, SMALL), False),
-    *(
-        grouped(Case("eight layers", layout, train=train, parallel=parallel), True)
-        for layout in ("pp 2, InterleavedZeroBubble x HYBRID_SHARD", "pp 4, ZBV")
-        for train, parallel in ((SMALL, {}), (DEFAULT, {"microbatches": 12}), (DEFAULT, RECOMPUTED[0]))
-    ),
-    grouped(Case("masked_value", "fsdp", 2, by_products=True, parallel=RECOMPUTED[0]), False),
-    *(
-        grouped(Case("masked_value", layout, by_products=True, parallel=how), True)
-        for layout in ("FULL_SHARD", TP)
-        for how in ({}, RECOMPUTED[0])
-    ),
+AT_EACH, AT_END = ({"gradient_reduction": how} for how in ("micro_batch", "step"))
+QUICK_CUTS = [
+    Case("view loss", "fsdp", 2, {"token_budget": 128}),
+    Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}),
+    Case("genes", "HYBRID_SHARD", train=SMALL, parallel=AT_EACH),
+    Case("four layers, genes", "pp", 2, SMALL),
+    Case("masked_value", "fsdp", 2, by_products=True, parallel=FULL),
 ]
+STAGED = ["pp 2, InterleavedZeroBubble x HYBRID_SHARD", "pp 4, ZBV"]
+MORE_CUTS = [
+    Case("sum of contrasts", "ddp", 2, {"token_budget": 128}),
+    *each("masked_value", ["HYBRID_SHARD", "ddp", "tp 4"], train=SMALL, parallel=AT_END),
+    *(Case("masked_value", TP, train=THIRD, parallel=how) for how in (AT_END, AT_EACH)),
+    *each("eight layers", STAGED, train=SMALL),
+    *each("eight layers", STAGED, parallel={"microbatches": 12}),
+    *each("eight layers", STAGED, parallel=FULL),
+    *(Case("masked_value", at, by_products=True, parallel=how) for at in ("FULL_SHARD", TP) for how in ({}, FULL)),
+]
+CUTS = [*(grouped(case, False) for case in QUICK_CUTS), *(grouped(case, True) for case in MORE_CUTS)]
 """How a step is cut into micro-batches and computed."""
 CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "optimizer adamw", ["tp", "pp", "one process"], False),

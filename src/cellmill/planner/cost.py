@@ -1,14 +1,10 @@
-"""Time of an optimizer step for a device and network, cost of a whole run, and peak rates of devices.
+"""Time of an optimizer step for a device (`planner.devices`) and network, and cost of a whole run.
 
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
 Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
 reductions, activations sent between pipeline stages, and gradients of a pipeline (sent at its end) overlap with
 nothing.
 
-Peak rates are from the vendors' data sheets, for dense matrix products without sparsity. Links are those of the
-vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe 4.0 x16 for l40s), and the
-node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX H100, H200 and B200
-8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
 """
 
 import math
@@ -128,34 +124,30 @@ def step_time(
 
     `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
     """
-    compute_s = max(_flops(model, rank, tokens, pairs, cells) for rank in range(model.layout.pp)) / flops_per_s
+    block_flops = 0.0  # of a block that is recomputed
+    if model.parallel.activation_checkpointing is not None:
+        block = model.size.block
+        block_flops = block.flops_per_token * tokens + model.size.pair_flops * pairs + block.flops_per_cell * cells
+    again = 1 - BACKWARD_FRAC
+    compute_s = max(
+        sum(s.flops(tokens, pairs, cells) + again * s.blocks * block_flops for s in model.stages(rank)) / flops_per_s
+        for rank in range(model.layout.pp)
+    )
     communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
-
-
-def _flops(model: PlannedModel, rank: int, tokens: float, pairs: float, cells: float) -> float:
-    """FLOPs of a step of pipeline rank `rank`, recomputed forward passes included."""
-    per_block = 0.0
-    if model.parallel.activation_checkpointing is not None:
-        block = model.size.block
-        per_block = block.flops_per_token * tokens + model.size.pair_flops * pairs + block.flops_per_cell * cells
-    again = 1 - BACKWARD_FRAC
-    return sum(stage.flops(tokens, pairs, cells) + again * stage.blocks * per_block for stage in model.stages(rank))
 
 
 def _exposed(
     model: PlannedModel, traffic: Sequence[Traffic], network: Network, compute_s: float, micro_batches: float
 ) -> float:
     """Seconds of communication that no computation overlaps."""
-    gathered = reduced = others = 0.0
-    for part in traffic:
-        if part.axis in ("tp", "pp"):
-            others += network.seconds(part)
-        elif part.kind == "all-gather":
-            gathered += network.seconds(part)
-        else:
-            reduced += network.seconds(part)
+    others = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
+    data = [part for part in traffic if part.axis not in ("tp", "pp")]
+    gathered, reduced = (
+        sum(network.seconds(part) for part in data if (part.kind == "all-gather") == gathers)
+        for gathers in (True, False)
+    )
     if model.layout.pp > 1:
         return others + gathered + reduced
     # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
@@ -194,9 +186,12 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     micro_batches = work.micro_batches_per_step
     traffic = peak_traffic(model, tokens, micro_batches)
     peak = device.flops(options.parallel)
-    network = _network(options, device)
-    if peak is None or network is None:
+    inside, between = options.plan.intra_node_gbs, options.plan.inter_node_gbs
+    inside = device.intra_node_gbs if inside is None else inside
+    between = device.inter_node_gbs if between is None else between
+    if peak is None or inside is None or between is None:
         return Cost(model, whole, work, memory, flops_per_step, traffic)
+    network = Network(inside, between)
     time = step_time(model, traffic, network, peak * options.plan.mfu_frac, tokens, pairs, computed, micro_batches)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     # validation is a forward pass alone, a third of a step
@@ -205,10 +200,3 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     mfu = flops_per_step / (time.step_s * peak * hardware.world)
     estimates = (time, mfu, hours, validations_s / 3600 / hours, hours * hardware.world)
     return Cost(model, whole, work, memory, flops_per_step, traffic, *estimates)
-
-
-def _network(options: PlanOptions, device: Device) -> Network | None:
-    inside, between = options.plan.intra_node_gbs, options.plan.inter_node_gbs
-    inside = device.intra_node_gbs if inside is None else inside
-    between = device.inter_node_gbs if between is None else between
-    return None if inside is None or between is None else Network(inside, between)

@@ -17,6 +17,7 @@ section 3.2.1 (DualPipe, here in V shape); ZeRO, Rajbhandari et al. 2020, sectio
 et al. 2022, section 4.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, Self
@@ -205,7 +206,7 @@ def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> M
 
 
 def memory_of(model: PlannedModel, rank: int, micro_tokens: int, micro_batches: int) -> Memory:
-    """Return the memory of pipeline rank `rank`; 0 without a pipeline."""
+    """Return the memory of pipeline rank `rank`, 0 without a pipeline."""
     return max(_moments(model, rank, micro_tokens, micro_batches), key=lambda memory: memory.total)
 
 
@@ -334,11 +335,10 @@ def peak_traffic(model: PlannedModel, tokens: float, micro_batches: float) -> li
 
 def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
     """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
-    totals: dict[tuple[Kind, str], tuple[float, float]] = {}
+    totals: dict[tuple[Kind, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for sent in (_data_parallel, _tensor_parallel, _pipeline):
         for kind, axis, payload, calls in sent(model, rank, tokens, micro_batches):
-            before = totals.get((kind, axis), (0.0, 0.0))
-            totals[kind, axis] = (before[0] + payload, before[1] + calls)
+            totals[kind, axis] = (totals[kind, axis][0] + payload, totals[kind, axis][1] + calls)
     sizes = model.layout
     # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
     axes = {

@@ -48,12 +48,10 @@ def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware
 
     Their memory is as configured, the device's, or a share of this machine's.
     """
-    known = device_named(device)
-    memory_gb = options.plan.memory_gb if options.plan.memory_gb is not None else known.memory_gb
-    if memory_gb is None:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
-    else:
+    if memory_gb := options.plan.memory_gb or device_named(device).memory_gb:
         whole = round(memory_gb * GB)
+    else:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
     usable = int(whole * options.plan.memory_frac)
     return Hardware(machine.node_counts[0], machine.nproc_per_node, device, whole, usable)
 
@@ -116,13 +114,18 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         kept = [*kept, "use fsdp with parallel.sharding_strategy FULL_SHARD"]
         yield kept, sharded, hardware
     options = sharded
-    for tp in _tensor_parallel(options, hardware):
+    parallel, sizes = options.parallel, options.model.tp_sizes().values()
+    common = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *sizes) if sizes else 1
+    for tp in (tp for tp in divisors(common) if tp > parallel.tp):
         words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
         yield [*kept, words], _with(options, tp=tp, sequence_parallel=True), hardware
-    for pp in _pipelines(options, hardware):
+    most = min(options.model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)  # a block per stage
+    for pp in (pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= most):
         yield [*kept, f"set parallel.pp to {pp}"], _with(options, pp=pp), hardware
-    for offload in _offloads(options, hardware):
-        yield [*kept, f"set parallel.cpu_offload to {offload}"], _with(options, cpu_offload=offload), hardware
+    if hardware.device != "cpu" and options.train.optimizer.offloaded and parallel.cpu_offload != "full":
+        offloads = [] if parallel.cpu_offload else ["optimizer"]
+        for offload in [*offloads, "full"] if hardware.layout(parallel).dp > 1 else offloads:
+            yield [*kept, f"set parallel.cpu_offload to {offload}"], _with(options, cpu_offload=offload), hardware
     for nodes in (hardware.nodes * 2**k for k in range(1, 8)):
         yield [*kept, f"use {nodes} nodes (the profile)"], options, replace(hardware, nodes=nodes)
 
@@ -134,28 +137,6 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
         changed = options.model_copy(update={"train": options.train.model_copy(update={"token_budget": budget})})
         yield [*kept, f"lower train.token_budget to {budget}"], changed, hardware
         budget //= 2
-
-
-def _tensor_parallel(options: PlanOptions, hardware: Hardware) -> list[int]:
-    """Larger tp that divides the model and the node."""
-    sizes = options.model.tp_sizes().values()
-    common = math.gcd(hardware.nproc_per_node, hardware.world // options.parallel.pp, *sizes) if sizes else 1
-    return [tp for tp in divisors(common) if tp > options.parallel.tp]
-
-
-def _pipelines(options: PlanOptions, hardware: Hardware) -> list[int]:
-    """Larger pp with at least one block per stage."""
-    parallel, blocks = options.parallel, min(options.model.pp_sizes().values(), default=1)
-    largest = blocks // (parallel.stages // parallel.pp)
-    return [pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= largest]
-
-
-def _offloads(options: PlanOptions, hardware: Hardware) -> list[str]:
-    """Values of cpu_offload that move more to host memory, if the device has memory of its own."""
-    if hardware.device == "cpu" or options.parallel.cpu_offload == "full" or not options.train.optimizer.offloaded:
-        return []
-    optimizer = ["optimizer"] if options.parallel.cpu_offload is None else []
-    return optimizer + (["full"] if hardware.layout(options.parallel).dp > 1 else [])
 
 
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
@@ -284,12 +265,10 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
 
 def sections(suggested: PlanOptions, options: PlanOptions) -> str:
     """Return the YAML of what a suggestion sets."""
-    parallel = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")
     named = {"strategy", "sharding_strategy"} if suggested.parallel.strategy == "fsdp" else {"strategy"}
-    tree: dict[str, Any] = {
-        "parallel": {name: value for name, value in parallel.items() if name in named or value != defaults[name]}
-    }
+    chosen = suggested.parallel.model_dump(mode="json").items()
+    tree: dict[str, Any] = {"parallel": {name: v for name, v in chosen if name in named or v != defaults[name]}}
     if suggested.stream.lanes != options.stream.lanes:
         tree["stream"] = {"lanes": suggested.stream.lanes}
     return yaml.safe_dump(tree, sort_keys=False)
@@ -315,10 +294,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
     """Return `advice` from a new process, since sizes are measured without a process group; None if that fails."""
-    words = [str(run_json), str(world), str(nproc_per_node), device]
-    command = [sys.executable, "-m", "cellmill.planner.search", *words]
+    words = ["-m", "cellmill.planner.search", str(run_json), str(world), str(nproc_per_node), device]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
