@@ -93,7 +93,6 @@ class Parallel(Section):
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """True if gradients are reduced with each micro-batch."""
         return self.gradient_reduction == "micro_batch"
 
     @property
@@ -145,7 +144,12 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     data = stage // tp
     shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
     if sharding == "HYBRID_SHARD":
-        shards = min(_groups_of_a_node(tp, local_world), data) if parallel.shard_size is None else parallel.shard_size
+        if parallel.shard_size is None and local_world % tp and tp % local_world:
+            raise ConfigError(
+                f"parallel.tp {tp} does not divide the {local_world} processes of a node; "
+                f"use {nearest(tp, divisors(local_world))}, or set parallel.shard_size"
+            )
+        shards = parallel.shard_size or min(max(1, local_world // tp), data)  # 1 if a tp group spans nodes
         _check_divides("shard_size", shards, data, Layout(data, 1, tp, pp).dp_text)
     elif parallel.shard_size is not None:
         raise ConfigError(
@@ -196,13 +200,3 @@ def _check_divides(name: str, size: int, number: int, what: str) -> None:
             f"parallel.{name} {size} does not divide {what}; use {nearest(size, divisors(number))}, or change nodes "
             "and nproc_per_node in the profile"
         )
-
-
-def _groups_of_a_node(tp: int, local_world: int) -> int:
-    """Tensor-parallel groups in a node; 1 where a group spans whole nodes."""
-    if local_world % tp and tp % local_world:
-        raise ConfigError(
-            f"parallel.tp {tp} does not divide the {local_world} processes of a node; "
-            f"use {nearest(tp, divisors(local_world))}, or set parallel.shard_size"
-        )
-    return max(1, local_world // tp)

@@ -60,13 +60,7 @@ class Lora(Method):
 
     config: LoraConfig
     depth: Depth
-    paths: list[str]
-    """Of the adapted layers, in the whole model."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the product of both adapter layers."""
-        return self.config.alpha / self.config.rank
+    paths: list[str]  # of the adapted layers, in the whole model
 
     def transform(self, model: Model) -> None:
         """Wrap the layers, and name their parts in the model's plan."""
@@ -76,7 +70,7 @@ class Lora(Method):
         self.paths = [f"{model.plan.blocks}.{i}.{layer}" for i, _ in blocks.named_children() for layer in layers]
         for path in self.paths:
             base: Any = model.get_submodule(path)
-            model.set_submodule(path, AdaptedLinear(base, self.config.rank, self.scale))
+            model.set_submodule(path, AdaptedLinear(base, self.config.rank, self.config.alpha / self.config.rank))
         styles = dict(model.plan.tensor)
         for path in (f"{model.plan.blocks}.*.{layer}" for layer in layers):
             if (style := styles.pop(path, None)) is not None:

@@ -93,10 +93,8 @@ def check_trains(method: Method, names: Iterable[str]) -> None:
 class Depth:
     """Names that tell the trunk from the heads, and the number of blocks."""
 
-    heads: frozenset[str]
-    """Modules and parameters of the model that the objective added."""
-    behind: frozenset[str]
-    """Paths of modules and parameters of the trunk behind the blocks, such as the last norm."""
+    heads: frozenset[str]  # modules and parameters of the model that the objective added
+    behind: frozenset[str]  # paths of modules and parameters of the trunk behind the blocks, such as the last norm
     blocks: str
     n_blocks: int
 
@@ -132,11 +130,11 @@ def group_rates(method: Method, model: Model) -> dict[str, GroupRate]:
     """
     depth, trains = Depth.of(model), trained_names(method, model)
     rates: dict[str, GroupRate] = {}
-    for name, _ in model.named_parameters():
-        plain = plain_name(name)
-        if trains(plain):
-            rate = GroupRate(method.group(plain).get("lr_scale", 1.0), method.first_step(plain))
-            rates.setdefault(_label(depth, plain), rate)
+    for name in (plain_name(name) for name, _ in model.named_parameters()):
+        if trains(name):
+            level = depth.level(name)
+            label = "heads" if depth.is_head(name) else f"block_{level - 1}" if level else "embeddings"
+            rates.setdefault(label, GroupRate(method.group(name).get("lr_scale", 1.0), method.first_step(name)))
     if set(rates.values()) <= {GroupRate(1.0, 0)}:
         return {}
     trunk = {rate for label, rate in rates.items() if label != "heads"}
@@ -150,68 +148,50 @@ def rates_line(rates: Mapping[str, GroupRate], lr: float, step: int) -> dict[str
     return {f"lr_{label}": lr * rate.scale * (step >= rate.first_step) for label, rate in rates.items()}
 
 
-def _label(depth: Depth, name: str) -> str:
-    if depth.is_head(name):
-        return "heads"
-    level = depth.level(name)
-    return f"block_{level - 1}" if level else "embeddings"
+class DepthMethod(Method):
+    """Base of methods that change no module, and read the depth of parameters."""
+
+    depth: Depth
+
+    def transform(self, model: Model) -> None:
+        """Change nothing: only look at the model."""
+        self.depth = Depth.of(model)
 
 
-class Full(Method):
+class Full(DepthMethod):
     """See the module."""
 
     config: FullConfig
-    depth: Depth
-
-    def transform(self, model: Model) -> None:
-        """Change nothing: only look at the model."""
-        self.depth = Depth.of(model)
 
     def group(self, name: str) -> dict[str, float]:
         """Scale the rate of the trunk."""
-        if self.depth.is_head(name):
-            return {}
         below = self.depth.n_blocks - self.depth.level(name)
-        return {"lr_scale": self.config.trunk_lr_frac * self.config.layer_decay**below}
+        rate = self.config.trunk_lr_frac * self.config.layer_decay**below
+        return {} if self.depth.is_head(name) else {"lr_scale": rate}
 
     def first_step(self, name: str) -> int:
         """Return when a parameter of the trunk begins to train."""
-        if self.depth.is_head(name):
-            return 0
         below = self.depth.n_blocks - self.depth.level(name)
-        return self.config.head_steps + self.config.block_steps * below
+        return 0 if self.depth.is_head(name) else self.config.head_steps + self.config.block_steps * below
 
 
-class Partial(Method):
+class Partial(DepthMethod):
     """See the module."""
 
     config: PartialConfig
-    depth: Depth
-
-    def transform(self, model: Model) -> None:
-        """Change nothing: only look at the model."""
-        self.depth = Depth.of(model)
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter belongs to a head or is at the depth of the last blocks."""
-        if self.depth.is_head(name):
-            return True
         frozen_blocks = max(0, self.depth.n_blocks - self.config.last_blocks)
-        return self.depth.level(name) > frozen_blocks
+        return self.depth.is_head(name) or self.depth.level(name) > frozen_blocks
 
     def group(self, name: str) -> dict[str, float]:
         """Scale the rate of the trunk."""
         return {} if self.depth.is_head(name) else {"lr_scale": self.config.trunk_lr_frac}
 
 
-class HeadOnly(Method):
+class HeadOnly(DepthMethod):
     """See the module."""
-
-    depth: Depth
-
-    def transform(self, model: Model) -> None:
-        """Change nothing: only look at the model."""
-        self.depth = Depth.of(model)
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter belongs to a head."""
