@@ -67,10 +67,9 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     """
     if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.model_parallel_size == 1):
         return
-    policy = MixedPrecisionPolicy()
+    policy, offload = MixedPrecisionPolicy(), OffloadPolicy()
     if parallel.half_precision:
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[parallel.precision], reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
     if parallel.cpu_offload == "full":
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
@@ -173,39 +172,32 @@ def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], paralle
     """
     if parallel.tp == 1:
         return
-    known = _sharded_tokens() if parallel.sequence_parallel else _replicated_tokens()
+    share, whole = Shard(0), Replicate()
+    known: dict[Style, ParallelStyle] = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+    if parallel.sequence_parallel:
+        known = {
+            "columns": ColwiseParallel(input_layouts=share),
+            "rows": RowwiseParallel(output_layouts=share),
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+            "enter": PrepareModuleOutput(output_layouts=(whole,), desired_output_layouts=(share,)),
+            "leave": PrepareModuleInput(input_layouts=(share,), desired_input_layouts=(whole,), use_local_output=True),
+        }
+    known["vocabulary"] = _Vocabulary()
     here = {name for name, _ in model.named_children()}  # a pipeline stage lacks some
     plan = {name: known[style] for name, style in styles.items() if style in known and name.split(".")[0] in here}
     parallelize_module(model, mesh.devices["tp"], plan, src_data_rank=None)
-
-
-def _replicated_tokens() -> dict[Style, ParallelStyle]:
-    return {"columns": ColwiseParallel(), "rows": RowwiseParallel(), "vocabulary": _Vocabulary()}
-
-
-def _sharded_tokens() -> dict[Style, ParallelStyle]:
-    share, whole = Shard(0), Replicate()
-    return {
-        "columns": ColwiseParallel(input_layouts=share),
-        "rows": RowwiseParallel(output_layouts=share),
-        "vocabulary": _Vocabulary(),
-        "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "enter": PrepareModuleOutput(output_layouts=(whole,), desired_output_layouts=(share,)),
-        "leave": PrepareModuleInput(input_layouts=(share,), desired_input_layouts=(whole,), use_local_output=True),
-    }
 
 
 class _Vocabulary(ParallelStyle):
     """Row-sharded embedding, read through `parallel.vocab_parallel`: DTensor's own lookup gives a full gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, _shard_rows)
+        def shard_rows(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(sharded))
 
-
-def _shard_rows(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-    for key, parameter in module.named_parameters(recurse=False):
-        sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(key, nn.Parameter(sharded))
+        return distribute_module(module, device_mesh, shard_rows)
 
 
 def parallelize(

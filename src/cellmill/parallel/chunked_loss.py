@@ -30,8 +30,7 @@ SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 class Targets(Protocol):
     """Targets of the loss, N of them."""
 
-    first_row: int
-    """That of this rank's part of the table."""
+    first_row: int  # of this rank's part of the table
 
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None

@@ -25,13 +25,10 @@ class Mesh:
     """The device mesh and this rank's coordinates in it."""
 
     devices: DeviceMesh
-    dp_rank: int
-    """Data-parallel coordinate of this rank, 0 to dp_world - 1."""
+    dp_rank: int  # data-parallel coordinate of this rank, 0 to dp_world - 1
     dp_world: int
-    dp_group: dist.ProcessGroup
-    """Ranks that read different cells of the same step."""
-    model_parallel_size: int
-    """Number of ranks that read the same cells: tp * pp."""
+    dp_group: dist.ProcessGroup  # ranks that read different cells of the same step
+    model_parallel_size: int  # number of ranks that read the same cells: tp * pp
 
     @property
     def device(self) -> torch.device:
@@ -59,10 +56,8 @@ class Mesh:
         """
         if self.dp_world * self.model_parallel_size > 1:
             dist.all_reduce(tensor)
-        if self.model_parallel_size > 1:
-            tensor.div_(self.model_parallel_size) if tensor.is_floating_point() else tensor.floor_divide_(
-                self.model_parallel_size
-            )
+        if (peers := self.model_parallel_size) > 1:
+            tensor.div_(peers) if tensor.is_floating_point() else tensor.floor_divide_(peers)
         return tensor
 
 
@@ -93,20 +88,18 @@ def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | Non
 
     The group's backend communicates on `device`.
     """
+
+    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+        # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions
+        every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, tensor, group=group)
+        return every
+
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [int(length) for length in _gathered(torch.tensor([len(text)], device=device), group)]
+    lengths = [int(length) for length in gathered(torch.tensor([len(text)], device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(text)] = text
-    texts = _gathered(padded, group)
-    return [json.loads(bytes(text[:length].cpu().numpy())) for text, length in zip(texts, lengths, strict=True)]
-
-
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the tensor of each rank, all of one shape."""
-    # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions
-    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, tensor, group=group)
-    return every
+    return [json.loads(bytes(text[:length].cpu().numpy())) for text, length in zip(gathered(padded), lengths)]
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:

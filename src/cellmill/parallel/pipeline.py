@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.parallel import Parallel, pipeline_tokens
-from cellmill.parallel.apply import COMPUTE_DTYPE
+from cellmill.parallel.apply import COMPUTE_DTYPE, reshard
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import PipelineStages, Schedules, process_of, tied_parameters
 from cellmill.parallel.step import StepModel
@@ -91,18 +91,11 @@ class PipelineModel(StepModel):
                     sent.append(cast(dist.Work, dist.isend(out, peer, group=self.group)))
         for work in sent:
             work.wait()
-        self._reshard()
+        # As after a backward pass. A new schedule of torch does so too, and a rank needs one when its lengths change:
+        # without this, data-parallel peers that differ in that would not gather alike in the next step, and would wait
+        # for each other forever
+        reshard(self.stages)
         return self._loss * self.parallel.pp
-
-    def _reshard(self) -> None:
-        """Free the gathered parameters, as after a backward pass.
-
-        A new schedule of torch does so too, and a rank needs one when its lengths change: without this, data-parallel
-        peers that differ in that would not gather alike in the next step, and would wait for each other forever.
-        """
-        for module in self.stages.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _received(self, number: int, chunk: int, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the input of a micro-batch from the previous stage; nothing for the first stage."""
@@ -152,7 +145,7 @@ class PipelineModel(StepModel):
             group=self.group,
             # torch cannot split off the gradient of a weight that is used in several products, such as the vocabulary
             # in both losses: the last stage computes input and weight gradients together
-            dw_builder=(lambda: _nothing) if last else None,
+            dw_builder=(lambda: lambda: None) if last else None,
         )
 
     def _sum_tied_gradients(self) -> None:
@@ -175,10 +168,6 @@ class PipelineModel(StepModel):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             own.add_(other)  # a + b equals b + a bitwise: the copies stay equal
-
-
-def _nothing() -> None:
-    pass
 
 
 def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

@@ -73,14 +73,13 @@ class Schedules:
     def of(self, micro_batches: int, tokens: int) -> Any:
         """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens each."""
         found = self._made.get((micro_batches, tokens))
-        if found is not None and found is self._in_use:
-            return found.schedule
-        if self._in_use is not None:
-            self._in_use.release()
-        if found is None:
-            found = self._made[micro_batches, tokens] = _Made(*self._make(micro_batches, tokens))
-        found.restore(self._device)
-        self._in_use = found
+        if found is None or found is not self._in_use:
+            if self._in_use is not None:
+                self._in_use.release()
+            if found is None:
+                found = self._made[micro_batches, tokens] = _Made(*self._make(micro_batches, tokens))
+            found.restore(self._device)
+            self._in_use = found
         return found.schedule
 
 
@@ -125,13 +124,11 @@ class PipelineStages(nn.Module):
 
     def view(self, batch: object, *, seed: int, step: int) -> Any:
         """Call `Model.view`, as `prepare`."""
-        part: Any = self.parts[0]
-        return part.view(batch, seed=seed, step=step)
+        return any_part(self).view(batch, seed=seed, step=step)
 
     def prepare(self, batch: object, *, seed: int, step: int) -> Any:
         """Call `Model.prepare`, which reads no parameters: every stage draws the same."""
-        part: Any = self.parts[0]
-        return part.prepare(batch, seed=seed, step=step)
+        return any_part(self).prepare(batch, seed=seed, step=step)
 
 
 def any_part(model: nn.Module) -> Any:
