@@ -49,7 +49,7 @@ FAULTS = [
     Fault("equal steps are off by one cell", "data/stream/order.py", "+ lane + 1) * self.steps", "+ lane) * self.steps", "unit/test_equal_steps.py"),
     Fault("shown and hidden counts are swapped", "models/objectives/views.py", "drawn < share[cell]", "drawn > share[cell]", "unit/test_views.py"),
     Fault("variance of a paired difference without the repetitions", "evaluate/scores.py", "cells[0] + repetitions[0]", "cells[0]", "unit/test_paired.py"),
-    Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * best", "sign * value > sign * best", "unit/test_early_stop.py"),
+    Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_early_stop.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_early_stop.py"),
     Fault("adapters are scaled by rank / alpha", "finetune/lora.py", "self.config.alpha / self.config.rank", "self.config.rank / self.config.alpha", "unit/test_methods_of_families.py distributed/test_methods.py"),
     Fault("SHA-256 of a checkpoint's file is not compared", "runs/folder.py", "(contents or name in SMALL) and", "False and", "unit/test_train_folder.py distributed/test_checkpoints.py"),

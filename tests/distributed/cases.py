@@ -165,7 +165,7 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     parsed = TrainOptions.model_validate(options)
     vocabulary = Vocabulary.read(Path(corpus) / "vocabulary.tsv")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
-    model = build_model(parsed, vocabulary, None, mesh, DEVICE)
+    model = build_model(parsed, vocabulary, None, mesh, {})
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[plain_name(name)] = {

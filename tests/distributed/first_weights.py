@@ -82,7 +82,7 @@ def counted() -> Iterator[list[int]]:
 
 def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]:
     """Names of tensors that differ from those of a whole model, and bytes: read, kept by this rank, of all."""
-    parsed, device = TrainOptions.model_validate(options), torch.device("cpu")
+    parsed = TrainOptions.model_validate(options)
     mesh = build_mesh(parsed.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
     source = None if folder is None else Path(folder)
     network = build(ModelSpec.of(parsed, OURS.n_genes))
@@ -94,7 +94,7 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
     if means:  # the first of our genes is none of theirs
         assert torch.equal(whole["gene_embedding.weight"][2], means["gene_embedding.weight"])
     with counted() as reads:
-        model = build_model(parsed, OURS, folder, mesh, device)
+        model = build_model(parsed, OURS, folder, mesh, {})
     differing, kept = [], 0
     for name, tensor in named_tensors(model):
         own, expected = tensor.detach(), whole[name]

@@ -209,9 +209,8 @@ class Checkpoints:
         tensors = tensors_of(model, optimizer, self.average)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
             # torch would pin it, which needs an accelerator
-            self._staging.state_dict_cache = {
-                part: {name: tensor.clone() for name, tensor in own.items()} for part, own in tensors.items()
-            }
+            copies = {part: {k: tensor.clone() for k, tensor in own.items()} for part, own in tensors.items()}
+            self._staging.state_dict_cache = copies
         saving = dcp.async_save(
             tensors,
             # the tensors are on the CPU already
@@ -235,17 +234,17 @@ class Checkpoints:
 
     def newest_whole(self) -> tuple[Checkpoint | None, list[str]]:
         """Return `TrainFolder.newest_whole`, each rank checking its part of the files."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-
-        def agreed(value: Any) -> list[Any]:
-            return gather_json(value, torch.device("cpu"), self._group)
+        share = dist.get_rank(), dist.get_world_size()
 
         def damage(checkpoint: Checkpoint) -> str | None:
-            return next((line for line in agreed(checkpoint.damage(share=(rank, world))) if line), None)
+            return next(filter(None, self._of_ranks(checkpoint.damage(share=share))), None)
 
         # rank 0's list: another node may not see the newest yet, or still see a removed one
-        names = agreed([checkpoint.path.name for checkpoint in self.folder.checkpoints()] if rank == 0 else [])[0]
+        names = self._of_ranks([checkpoint.path.name for checkpoint in self.folder.checkpoints()])[0]
         return self.folder.newest_undamaged([self.folder.checkpoint(name) for name in names], damage)
+
+    def _of_ranks(self, value: Any) -> list[Any]:
+        return gather_json(value, torch.device("cpu"), self._group)
 
     def is_writing(self) -> bool:
         """Return whether this rank is writing, or rank 0 is finishing a checkpoint. No communication."""
@@ -280,7 +279,7 @@ class Checkpoints:
             load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average))
         except DataError as error:
             problem = str(error)
-        if problems := [line for line in gather_json(problem, torch.device("cpu"), self._group) if line]:
+        if problems := [line for line in self._of_ranks(problem) if line]:
             raise DataError(problems[0])
         loaded = dict(named_tensors(model, persistent=True))
         for name, tensor in named_tensors(model, persistent=True):

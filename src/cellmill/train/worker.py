@@ -12,7 +12,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def build_trainer(
         options,
         folder,
         mesh,
-        build_model(options, vocabulary, record["init_from"], mesh, mesh.device, levels),
+        build_model(options, vocabulary, record["init_from"], mesh, levels),
         spec,
         measure(spec, finetune=options.finetune) if size is None else size,
         build_streams(options, manifest, mesh, copies),
@@ -155,55 +154,41 @@ def _timeout(timeout_s: float) -> timedelta:
 
 
 def build_model(
-    options: TrainOptions,
-    vocabulary: Vocabulary,
-    init_from: str | None,
-    mesh: Mesh,
-    device: torch.device,
-    levels: Levels = MappingProxyType({}),
+    options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, levels: Levels
 ) -> Model | PipelineStages:
     """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of this rank."""
     weights = None if init_from is None else Path(init_from)
-    spec, mean_rows = ModelSpec.of(options, vocabulary.n_genes, levels), {}
+    spec, parallel, mean_rows = ModelSpec.of(options, vocabulary.n_genes, levels), options.parallel, {}
     if weights is not None:
         if dist.get_rank() == 0:
             known = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
             print(f"initial weights from {weights}, which has {known}", flush=True)
         if options.finetune.new_genes == "mean":
-            mean_rows = mean_gene_rows(spec, weights, device)
-    parallel = options.parallel
-    stages = stages_of(mesh.pp.get_local_rank(), parallel)
-    parts = {stage: _build_part(spec, options, stage, mesh) for stage in stages}
-    given = _given_tensors(options, vocabulary)
-    parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else device
+            mean_rows = mean_gene_rows(spec, weights, mesh.device)
+    parts: dict[int, Model] = {}
+    for stage in stages_of(mesh.pp.get_local_rank(), parallel):
+        method = load_method(options.finetune)
+        part = parts[stage] = build(spec, method.transform)
+        check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
+        parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
+    given = _gene_vectors(options, vocabulary)
+    parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else mesh.device
     for part in parts.values():
         tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows)
-        materialize(part, parameter_device, tensors, buffer_device=device)
+        materialize(part, parameter_device, tensors, buffer_device=mesh.device)
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
 
 
-def _given_tensors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, torch.Tensor]:
-    """Return tensors that files give, by parameter: the gene vectors of `model.gene_vectors`."""
+def _gene_vectors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, torch.Tensor]:
+    """Return the gene vectors of `model.gene_vectors` by the name of their parameter."""
     path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
     if path is None or dim is None:
         return {}
     vectors = read_gene_vectors(Path(path), vocabulary, dim)
     if dist.get_rank() == 0:
-        print(
-            f"gene vectors from {path}, which has {vectors.n_found:,} of {vocabulary.n_genes:,} genes; the others have "
-            "their learned embedding alone",
-            flush=True,
-        )
+        has = f"{vectors.n_found:,} of {vocabulary.n_genes:,} genes"
+        print(f"gene vectors from {path}, which has {has}; the others have their learned embedding alone", flush=True)
     return {TABLE: vectors.table}
-
-
-def _build_part(spec: ModelSpec, options: TrainOptions, stage: int, mesh: Mesh) -> Model:
-    """Return one pipeline stage, or without a pipeline the whole model, laid out on the meta device."""
-    method = load_method(options.finetune)
-    model = build(spec, method.transform)
-    check_trains(method, (plain_name(name) for name, _ in model.named_parameters()))
-    parallelize(model, options.parallel, mesh, stage=stage, trains=trained_names(method, model))
-    return model
 
 
 def build_streams(
