@@ -91,7 +91,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of writes in place: tests/distributed/test_offload.py."""
+    """Return the number of writes in place: tests/distributed/test_checkpoints.py."""
     return tensor._version
 
 
