@@ -12,26 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import pytest
 import yaml
 
+from cellmill import __version__
 from cellmill.cli import main
+from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.launch.submit import End
-from cellmill.preflight.checks import Check
 from cellmill.preflight.node_probe import bus_gb_per_s, busiest
-from cellmill.preflight.nodes import (
-    judge_allreduce,
-    judge_clocks,
-    judge_disk,
-    judge_end,
-    judge_folder,
-    judge_gpus,
-    judge_interface,
-    judge_version,
-)
+from cellmill.preflight.nodes import judge_allreduce, judge_end, judge_nodes
 from cellmill.runs.lock import locked
 
 CONFIG = """
@@ -518,154 +511,123 @@ def test_genes_are_counted_without_reading_a_count(
         assert code == 0
 
 
+A100 = ["NVIDIA A100-SXM4-80GB"] * 4
+SMALL = ["NVIDIA A100-PCIE-40GB"] * 4
+
+
 def node(host: str = "n1", **changes: Any) -> dict[str, Any]:
     """Report of a node."""
-    facts = {
-        "host": host,
-        "python": "3.11.7",
-        "cellmill": "0.1.0",
-        "torch": "2.13.0",
-        "cuda": "12.8",
-        "nccl": "2.27.5",
-        "driver": "570.1",
-        "gpus": ["NVIDIA A100-SXM4-80GB"] * 4,
-        "interfaces": ["eth0", "ib0", "lo"],
-        "written_bytes": 64 << 20,
-        "write_s": 0.0671088640,
-        "write_error": None,
-        "token": "t",
-        "head_time": 1000.0,
-        "time": 1000.5,
-        "seen": 1001.5,
-    }
-    return facts | changes
+    versions = {"python": python_version(), "cellmill": __version__, "torch": "2.13.0", "cuda": "12.8"}
+    versions |= {"nccl": "2.27.5", "driver": "570.1"}
+    written = {"written_bytes": 64 << 20, "write_s": 0.0671088640, "write_error": None}
+    clock = {"token": "t", "head_time": 1000.0, "time": 1000.5, "seen": 1001.5}
+    seen = {"host": host, "gpus": A100, "interfaces": ["eth0", "ib0", "lo"]}
+    return seen | versions | written | clock | changes
 
 
-def text(checks: Check | Any) -> list[str]:
-    return [str(check) for check in ([checks] if isinstance(checks, Check) else checks)]
+def judge(*nodes: dict[str, Any], device: str = "a100", **machine: Any) -> list[str]:
+    """The lines for nodes that were each to run 4 processes on 4 GPUs of `device`."""
+    requested = slurm(gpus_per_node="4") | machine
+    return [str(check) for check in judge_nodes(check_options(Machine, requested, "here"), device, list(nodes), "t")]
 
 
-def test_versions_that_differ_are_named_with_their_nodes() -> None:
-    nodes = [node("n1"), node("n2"), node("n3", torch="2.12.1", nccl=None)]
-    remedy = "set-resources: train: modules or container, or sbatch_options: exclude=n3"
-    assert text(judge_version("torch", nodes, None)) == [f"no  torch: 2.13.0 on n1, n2; 2.12.1 on n3; {remedy}"]
-    assert text(judge_version("nccl", nodes, None)) == [f"no  NCCL: 2.27.5 on n1, n2; none on n3; {remedy}"]
-    assert text(judge_version("cuda", nodes, None)) == ["ok  CUDA: 12.8 on n1, n2, n3"]
-    assert text(judge_version("cuda", [node(cuda=None)], None)) == []
-    assert text(judge_version("driver", [node(f"n{i}") for i in range(9)], None)) == ["ok  driver: 570.1 on 9 nodes"]
-
-
-def test_nodes_need_the_same_cellmill_and_minor_version_of_python() -> None:
-    nodes = [node()]
-    remedy = "set-resources: train: modules or container; or this environment"
-    assert text(judge_version("cellmill", nodes, "0.1.1")) == [f"no  cellmill: 0.1.0 on n1, 0.1.1 here; {remedy}"]
-    assert text(judge_version("python", nodes, "3.11.9")) == ["ok  python: 3.11.7 on n1, 3.11.9 here"]
-    assert text(judge_version("python", nodes, "3.12.7")) == [f"no  python: 3.11.7 on n1, 3.12.7 here; {remedy}"]
-
-
-def test_gpus_are_counted_and_compared_with_the_plan() -> None:
-    machine = Machine(nproc_per_node=4, gpus_per_node="4")
-    nodes = [node("n1"), node("n2")]
-    assert text(judge_gpus(machine, "a100", nodes)) == ["ok  GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2"]
-    assert text(judge_gpus(machine, "h100", nodes)) == [
-        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2, but the plan assumes h100; set-resources: plan: device"
-    ]
-    small = [node("n1", gpus=["NVIDIA A100-PCIE-40GB"] * 4)]
-    assert text(judge_gpus(machine, "a100", small)) == [
-        "?   GPUs: 4 x NVIDIA A100-PCIE-40GB on n1, but the plan assumes a100 with 80 GB; set-resources: plan: "
-        "device: a100-40gb"
-    ]
-    assert text(judge_gpus(machine, "a100-40gb", small)) == ["ok  GPUs: 4 x NVIDIA A100-PCIE-40GB on n1"]
-    assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA H100"] * 4)])) == [
-        "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets the pace; set-resources: "
-        "train: constraint or gpus_per_node: one type"
-    ]
-    assert text(judge_gpus(machine, "a100", [node("n1"), node("n2", gpus=["NVIDIA A100"])])) == [
-        "no  GPUs: n2 shows 1 to 4 processes; set-resources: train: gpus_per_node: 4, or nproc_per_node: 1"
-    ]
-    assert text(judge_gpus(machine, "a100", [node(gpus=[], cuda=None, torch="2.13.0+cpu")])) == [
-        "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; install a build with CUDA, or set-resources: train: "
-        "modules or container with one"
-    ]
-    assert text(judge_gpus(Machine(), "cpu", [node(gpus=[])])) == [
-        "ok  GPUs: none requested and none visible: processes compute on CPU cores"
-    ]
-
-
-def test_nodes_that_do_not_share_the_folder_are_named(tmp_path: Path) -> None:
-    assert text(judge_folder([node("n1"), node("n2", token=None)], "t")) == [
-        "no  shared folder: n2 did not see a file that this machine had written and fsynced; work in a folder that "
-        "every node mounts, or set-resources: train: sbatch_options: exclude=n2"
-    ]
-    assert text(judge_folder([node("n1"), node("n2")], "t")) == [
-        "ok  shared folder: n1, n2 and this machine read each other's files"
-    ]
-
-
-def test_write_speed_is_that_of_the_slowest_node() -> None:
-    assert text(judge_disk([node("n1"), node("n2", write_s=0.134217728)])) == [
-        "ok  write speed: 500 MB/s with fsync on n2, the slowest"
-    ]
-    assert text(judge_disk([node(write_s=6.7108864)])) == [
-        "?   write speed: 10 MB/s with fsync on n1: checkpoints will be slow; work in a faster folder"
-    ]
-    assert text(judge_disk([node(write_s=None, write_error="No space left on device")])) == [
-        "no  write speed: n1 cannot write 64 MB here: No space left on device; make room, or work in another folder"
-    ]
+EXCLUDE = "sbatch_options: exclude=n2"
+CLOCK = f"this machine, and Snakemake compares times of files; have it set, or {KEYS} {EXCLUDE}"
 
 
 @pytest.mark.parametrize(
-    ("time_", "line"),
+    ("changes", "line"),
     [
-        (1000.5, "ok  clock: n1, n2 within 1.0 s of this machine"),
-        (
-            1064.5,
-            "?   clock: n2 is at least 63.0 s ahead of this machine, and Snakemake compares times of files; have it "
-            "set, or set-resources: train: sbatch_options: exclude=n2",
-        ),
-        (
-            995.5,
-            "?   clock: n2 is at least 4.5 s behind this machine, and Snakemake compares times of files; have it set, "
-            "or set-resources: train: sbatch_options: exclude=n2",
-        ),
+        ({"token": None},
+         "no  shared folder: n2 did not see a file that this machine had written and fsynced; work in a "
+         f"folder that every node mounts, or {KEYS} {EXCLUDE}"),
+        ({"write_s": 0.134217728}, "ok  write speed: 500 MB/s with fsync on n2, the slowest"),
+        ({"write_s": 6.7108864},
+         "?   write speed: 10 MB/s with fsync on n2, the slowest: checkpoints will be slow; work in a faster folder"),
+        ({"write_s": None, "write_error": "No space left on device"},
+         "no  write speed: n2 cannot write 64 MB here: No space left on device; make room, or work in another folder"),
+        ({"torch": "2.12.1"},
+         f"no  torch: 2.13.0 on n1; 2.12.1 on n2; {KEYS} modules or container, or sbatch_options: exclude=n1"),
+        ({"nccl": None},
+         f"no  NCCL: 2.27.5 on n1; none on n2; {KEYS} modules or container, or sbatch_options: exclude=n1"),
+        ({"gpus": ["NVIDIA H100"] * 4},
+         "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets "
+         f"the pace; {KEYS} constraint or gpus_per_node: one type"),
+        ({"gpus": ["NVIDIA A100"]},
+         f"no  GPUs: n2 shows 1 to 4 processes; {KEYS} gpus_per_node: 4, or nproc_per_node: 1"),
+        ({"time": 1064.5}, f"?   clock: n2 is at least 63.0 s ahead of {CLOCK}"),
+        ({"time": 995.5}, f"?   clock: n2 is at least 4.5 s behind {CLOCK}"),
     ],
-)
-def test_clock_skew_is_reported_only_if_it_is_certain(time_: float, line: str) -> None:
-    assert text(judge_clocks([node("n1"), node("n2", time=time_)])) == [line]
-
-
-def test_a_missing_interface_is_named() -> None:
-    nodes = [node("n1"), node("n2", interfaces=["eth0", "lo"])]
-    for fine in ("", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"):
-        assert text(judge_interface(fine, nodes)) == []
-    assert text(judge_interface("ib0", nodes)) == [
-        "no  interface: n2 has no ib0: it has eth0, lo; set-resources: train: interface"
+    ids=str,
+)  # fmt: skip
+def test_what_differs_on_a_node_changes_one_line(changes: dict[str, Any], line: str) -> None:
+    same = judge(node("n1"), node("n2"))
+    assert same == [
+        "ok  shared folder: n1, n2 and this machine read each other's files",
+        "ok  write speed: 1,000 MB/s with fsync on n1, the slowest",
+        f"ok  python: {python_version()} on n1, n2, {python_version()} here",
+        f"ok  cellmill: {__version__} on n1, n2, {__version__} here",
+        "ok  torch: 2.13.0 on n1, n2",
+        "ok  CUDA: 12.8 on n1, n2",
+        "ok  NCCL: 2.27.5 on n1, n2",
+        "ok  driver: 570.1 on n1, n2",
+        "ok  GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, n2",
+        "ok  clock: n1, n2 within 1.0 s of this machine",
     ]
+    lines = judge(node("n1"), node("n2", **changes))
+    assert [new for old, new in zip(same, lines, strict=True) if new != old] == [line]
 
 
-def allreduce(**changes: Any) -> dict[str, Any]:
-    inside = [{"host": "n1", "bus_gb_per_s": 231.2}, {"host": "n2", "bus_gb_per_s": 229.96}]
-    found = {"backend": "nccl", "bytes": 256 << 20, "inside": inside, "between": 21.337}
-    return found | {"interfaces": {"n1": "mlx5_0", "n2": "mlx5_0"}} | changes
+@pytest.mark.parametrize(
+    ("changes", "machine", "line"),
+    [
+        ({"cellmill": "0"},
+         {}, f"no  cellmill: 0 on n1, {__version__} here; {KEYS} modules or container; or this environment"),
+        ({"python": ".".join([*python_version().split(".")[:2], "99"])}, {}, "ok  python: "),
+        ({"python": "2.7"}, {},
+         f"no  python: 2.7 on n1, {python_version()} here; {KEYS} modules or container; or this"),
+        ({}, {"device": "h100"},
+         "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, but the plan assumes h100; set-resources: plan: device"),
+        ({"gpus": SMALL}, {}, "?   GPUs: 4 x NVIDIA A100-PCIE-40GB on n1, but the plan assumes a100 with 80 GB; "
+         "set-resources: plan: device: a100-40gb"),
+        ({"gpus": SMALL}, {"device": "a100-40gb"}, "ok  GPUs: 4 x NVIDIA A100-PCIE-40GB on n1"),
+        ({"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}, {},
+         "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; "
+         f"install a build with CUDA, or {KEYS} modules or container with one"),
+        ({"gpus": []}, {"gpus_per_node": ""},
+         "ok  GPUs: none requested and none visible: processes compute on CPU cores"),
+        ({}, {"interface": "ib1"}, f"no  interface: n1 has no ib1: it has eth0, ib0, lo; {KEYS} interface"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_node_is_compared_with_this_machine_and_its_profile(
+    changes: dict[str, Any], machine: dict[str, Any], line: str
+) -> None:
+    assert [each for each in judge(node(**changes), **machine) if each.startswith(line)]
+
+
+def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion() -> None:
+    for fine in ("", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"):
+        assert not [line for line in judge(node(), interface=fine) if "interface" in line]
 
 
 def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:
-    nodes = [node("n1"), node("n2")]
-    assert text(judge_allreduce("", nodes, allreduce())) == [
-        "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MB by nccl",
-        "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MB by nccl",
-    ]
-    slow = allreduce(between=1.1, interfaces={"n1": "eth0", "n2": "eth0"})
-    assert text(judge_allreduce("", nodes, slow))[1] == (
-        "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl, though there is ib0; "
-        "set-resources: train: interface: ib0"
-    )
-    assert text(judge_allreduce("ib0", nodes, slow))[1] == (
-        "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl: slow for GPUs; set-resources: "
-        "train: interface: that of the fast network"
-    )
-    one = allreduce(inside=[{"host": "n1", "bus_gb_per_s": None}], between=None, interfaces={"n1": None})
-    assert text(judge_allreduce("", nodes, one)) == ["ok  all-reduce: nothing to measure with one process; nccl works"]
+    inside = [{"host": "n1", "bus_gb_per_s": 231.2}, {"host": "n2", "bus_gb_per_s": 229.96}]
+    fast = {"backend": "nccl", "bytes": 256 << 20, "inside": inside, "between": 21.337}
+    fast |= {"interfaces": {"n1": "mlx5_0", "n2": "mlx5_0"}}
+    slow = fast | {"between": 1.1, "interfaces": {"n1": "eth0", "n2": "eth0"}}
+    one = fast | {"inside": [{"host": "n1", "bus_gb_per_s": None}], "between": None, "interfaces": {"n1": None}}
+    for interface, measured, line in (
+        ("", fast, "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MB by nccl"),
+        ("", fast, "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MB by nccl"),
+        ("", slow,
+         "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl, though there is ib0; "
+         f"{KEYS} interface: ib0"),
+        ("ib0", slow, "?   all-reduce between nodes: 1.1 GB/s bus bandwidth over eth0, 256 MB by nccl: slow for GPUs; "
+         f"{KEYS} interface: one of the fast network"),
+        ("", one, "ok  all-reduce: nothing to measure with one process; nccl works"),
+    ):  # fmt: skip
+        assert line in [str(check) for check in judge_allreduce(interface, [node("n1"), node("n2")], measured)]
 
 
 def test_loopback_traffic_inside_a_node_is_not_taken_for_the_network() -> None:
@@ -682,61 +644,36 @@ def test_bus_bandwidth_is_defined_as_in_nccl_tests() -> None:
     assert bus_gb_per_s(1_000_000_000, 1.0, 2) == 1.0
 
 
+NOT_MOUNTED = f"work in a folder that every node mounts, or {KEYS} sbatch_options: exclude="
+
+
 @pytest.mark.parametrize(
     ("end", "hosts", "whole", "line"),
     [
-        (
-            {"state": "COMPLETED", "queued_s": 4.4},
-            ["n1", "n2"],
-            True,
-            "ok  job: job 7 ran on n[1-2] after 4 s in the queue",
-        ),
-        (
-            {"state": "FAILED"},
-            ["n1"],
-            False,
-            "no  shared folder: n2 left nothing here (log: FOLDER/log); work in a folder that every node mounts, or "
-            "set-resources: train: sbatch_options: exclude=n2",
-        ),
-        (
-            {"state": "LAUNCH_FAILED", "lost": ("0-1", "Slurmd could not connect IO")},
-            [],
-            False,
-            "no  shared folder: n1,n2 could not start: Slurmd could not connect IO (log: FOLDER/log); work in a folder "
-            "that every node mounts, or set-resources: train: sbatch_options: exclude=n1,n2",
-        ),
-        (
-            {"state": "FAILED"},
-            [],
-            False,
-            "no  job: job 7 ended with FAILED on n[1-2] before any process reported: No module named 'torch' (log: "
-            "FOLDER/log); work in a folder that the nodes mount; set-resources: train: modules, container or mem_mb "
-            "may be wrong",
-        ),
-        (
-            {"state": "TIMEOUT"},
-            ["n1", "n2"],
-            False,
-            "no  job: job 7 ended with TIMEOUT on n[1-2] before its processes had connected (log: FOLDER/log); "
-            "set-resources: train: interface: one that connects the nodes",
-        ),
+        ({"queued_s": 4.4}, ["n1", "n2"], True, "ok  job: job 7 ran on n[1-2] after 4 s in the queue"),
+        ({}, ["n1"], False, f"no  shared folder: n2 left nothing here (log: FOLDER/log); {NOT_MOUNTED}n2"),
+        ({"lost": ("0-1", "Slurmd could not connect IO")}, [], False,
+         f"no  shared folder: n1,n2 could not start: Slurmd could not connect IO (log: FOLDER/log); "
+         f"{NOT_MOUNTED}n1,n2"),
+        ({}, [], False,
+         "no  job: job 7 ended with FAILED on n[1-2] before any process reported: No module named 'torch' "
+         f"(log: FOLDER/log); work in a folder that the nodes mount; {KEYS} modules, container or mem_mb may be wrong"),
+        ({}, ["n1", "n2"], False, "no  job: job 7 ended with FAILED on n[1-2] before its processes had connected "
+         f"(log: FOLDER/log); {KEYS} interface: one that connects the nodes"),
+        ({"path": Path("here")}, ["n1", "n2"], False, "no  job: rank 3 on n1: RuntimeError: no (log: FOLDER/log); "
+         f"{KEYS} interface, modules or container may be wrong"),
     ],
-    ids=lambda value: str(value)[:30],
-)
+    ids=str,
+)  # fmt: skip
 def test_a_job_that_failed_says_how_far_it_came(
-    tmp_path: Path, end: dict[str, Any], hosts: list[str], whole: bool, line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], hosts: list[str], whole: bool, line: str
 ) -> None:
-    (tmp_path / "log").write_text("srun: n1\nNo module named 'torch'\n\n")
-    ended = End(path=tmp_path, job_id="7", nodes="n[1-2]", log=tmp_path / "log", **end)
-    assert text(judge_end(ended, hosts, whole)) == [line.replace("FOLDER", str(tmp_path))]
-
-
-def test_the_error_of_a_process_is_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "error.txt").write_text("rank 3 on n1: RuntimeError: no\n")
-    ended = End(path=tmp_path, state="FAILED")
-    assert text(judge_end(ended, ["n1"], False)) == [
-        "no  job: rank 3 on n1: RuntimeError: no; set-resources: train: interface, modules or container may be wrong"
-    ]
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    Path("here", "error.txt").write_text("rank 3 on n1: RuntimeError: no\n")
+    Path("log").write_text("srun: n1\nNo module named 'torch'\n\n")
+    ended = {"path": tmp_path, "state": "FAILED", "job_id": "7", "nodes": "n[1-2]", "log": tmp_path / "log"}
+    assert str(judge_end(End(**ended | end), hosts, whole)) == line.replace("FOLDER", str(tmp_path))
 
 
 def test_each_machine_that_a_run_names_is_checked(

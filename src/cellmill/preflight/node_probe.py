@@ -62,7 +62,10 @@ def main(folder: Path) -> None:
     )
     inside, _ = dist.new_subgroups(local_world)
     n_bytes = GPU_BYTES if cuda else CPU_BYTES
-    check_sum(device, world)
+    ones = torch.ones(1 << 16, device=device)
+    dist.all_reduce(ones)
+    if not bool((ones == world).all()):
+        raise RuntimeError(f"an all-reduce of ones over {world} processes gave {ones.min().item():g}")
     speed = bus_bandwidth(inside, local_world, device, n_bytes)
     before = carried()
     between = bus_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
@@ -90,15 +93,16 @@ def main(folder: Path) -> None:
 def facts(folder: Path, node: int) -> dict[str, Any]:
     """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
     write_s, error = write_speed(folder / f"written-{node:03}.bin")
+    gpus = gpu_names()
     value: dict[str, Any] = {
         "host": node_name(),
         "python": platform.python_version(),
         "cellmill": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": nccl_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda and gpus else None,
         "driver": driver_version(),
-        "gpus": gpu_names(),
+        "gpus": gpus,
         "cpus": len(os.sched_getaffinity(0)),
         "interfaces": sorted(links()),
         "written_bytes": WRITTEN_BYTES,
@@ -136,13 +140,6 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(visible)]
 
 
-def nccl_version() -> str | None:
-    """Version of torch's NCCL; None in a build without CUDA."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
 def links() -> dict[str, int]:
     """Bytes received and sent by each network interface of this process's namespace (proc(5))."""
     carried_bytes = {}
@@ -176,14 +173,6 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
     return None
 
 
-def check_sum(device: torch.device, world: int) -> None:
-    """Raises RuntimeError if an all-reduce of ones does not give the number of processes."""
-    ones = torch.ones(1 << 16, device=device)
-    dist.all_reduce(ones)
-    if not bool((ones == world).all()):
-        raise RuntimeError(f"an all-reduce of ones over {world} processes gave {ones.min().item():g}")
-
-
 def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int) -> float | None:
     """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes); None for one process.
 
@@ -193,14 +182,12 @@ def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.devi
         return None
     values = torch.zeros(n_bytes // 4, device=device)
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(WARM_UP):
-        dist.all_reduce(values, group=group)
-    finish()
-    dist.barrier(group=group)
-    began = time.perf_counter()
-    for _ in range(TIMED):
-        dist.all_reduce(values, group=group)
-    finish()
+    for repeats in (WARM_UP, TIMED):
+        dist.barrier(group=group)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(values, group=group)
+        finish()
     took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
     return bus_gb_per_s(n_bytes, took.item(), size)
@@ -221,10 +208,8 @@ if __name__ == "__main__":
         traceback.print_exc()
         who = f"rank {os.environ.get('RANK', '?')} on {node_name()}"
         line = f"{who}: {type(error).__name__}: {' '.join(str(error).split())}"
-        try:
+        with suppress(OSError):  # a full disk, which the node's report names
             if not (shared / "error.txt").exists():  # the first failure is the cause
                 write_text(shared / "error.txt", line[:400])
-        except OSError as full:
-            print(f"{shared}: {full.strerror}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # do not wait for a collective that other ranks are in

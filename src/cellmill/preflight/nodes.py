@@ -13,12 +13,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json
@@ -37,39 +37,28 @@ SLOW_LINK_GB_S = 5  # between nodes with GPUs; a network of 100 Gbit/s is faster
 _FABRIC = ("ib", "hsn")  # interfaces of InfiniBand and Slingshot
 
 
-def judge_end(end: End, hosts: list[str], complete: bool) -> Iterator[Check]:
+def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     """Verdict on the job; if it failed, how far it came. `hosts` are those that reported."""
     job = f"job {end.job_id}" if end.job_id else "its processes"
-    where = f" on {end.nodes}" if end.nodes else ""
-    log = f" (log: {end.log})" if end.log else ""
+    where, log = f" on {end.nodes}" if end.nodes else "", f" (log: {end.log})" if end.log else ""
     if complete:
-        waited = f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""
-        yield ok("job", f"{job} ran{where}{waited}")
-        return
+        return ok("job", f"{job} ran{where}" + (f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""))
     silent = [name for name in expand(end.nodes) if name not in hosts]
     if end.lost is not None or (silent and hosts):
-        names = ",".join(_hosts_of(end, end.lost[0]) if end.lost is not None else silent)
-        problem = f"{names} could not start: {end.lost[1]}" if end.lost is not None else f"{names} left nothing here"
-        yield no(
-            "shared folder",
-            f"{problem}{log}",
-            f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}",
-        )
-    elif end.error:
-        yield no("job", f"{end.error}{log}", f"{TRAIN} interface, modules or container may be wrong")
-    elif not hosts:
-        last = _last_line(end.log)
-        yield no(
-            "job",
-            f"{job} ended with {end.state}{where} before any process reported{f': {last}' if last else ''}{log}",
-            f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong",
-        )
-    else:
-        yield no(
-            "job",
-            f"{job} ended with {end.state}{where} before its processes had connected{log}",
-            f"{TRAIN} interface: one that connects the nodes",
-        )
+        names = ",".join(silent if end.lost is None else _hosts_of(end, end.lost[0]))
+        problem = f"{names} left nothing here" if end.lost is None else f"{names} could not start: {end.lost[1]}"
+        remedy = f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
+        return no("shared folder", f"{problem}{log}", remedy)
+    if end.error:
+        return no("job", f"{end.error}{log}", f"{TRAIN} interface, modules or container may be wrong")
+    ended = f"{job} ended with {end.state}{where} before"
+    if hosts:
+        remedy = f"{TRAIN} interface: one that connects the nodes"
+        return no("job", f"{ended} its processes had connected{log}", remedy)
+    lines = end.log.read_text(encoding="utf-8", errors="replace").split("\n") if end.log and end.log.exists() else []
+    last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
+    remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
+    return no("job", f"{ended} any process reported{last}{log}", remedy)
 
 
 def _hosts_of(end: End, tasks: str) -> list[str]:
@@ -82,14 +71,16 @@ def _hosts_of(end: End, tasks: str) -> list[str]:
     return [hosts[i] if i < len(hosts) else f"task {i}" for i in numbers]
 
 
-def _last_line(log: Path | None) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log is not None and log.exists() else []
-    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
-
-
 def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], token: str) -> Iterator[Check]:
-    """Verdicts on what each node reported; `token` is what this machine wrote, `device` the plan's."""
-    yield judge_folder(nodes, token)
+    """Verdicts on the nodes' reports; `token` is what this machine wrote, `device` the plan's."""
+    if blind := [node["host"] for node in nodes if node["token"] != token]:
+        yield no(
+            "shared folder",
+            f"{', '.join(blind)} did not see a file that this machine had written and fsynced",
+            f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={','.join(blind)}",
+        )
+    else:  # that this machine has read the reports shows the other direction
+        yield ok("shared folder", f"{_names(nodes)} and this machine read each other's files")
     yield judge_disk(nodes)
     here = {"python": python_version(), "cellmill": __version__}
     for what in ("python", "cellmill", "torch", "cuda", "nccl", "driver"):
@@ -97,67 +88,44 @@ def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], toke
     yield judge_gpus(machine, device, nodes)
     if machine.launcher != "local":
         yield from judge_clocks(nodes)
-    yield from judge_interface(machine.interface, nodes)
-
-
-def judge_folder(nodes: list[dict[str, Any]], token: str) -> Check:
-    """Verdict on the shared folder: each node must have read what this machine wrote. That this machine has read the
-    reports shows the other direction."""
-    blind = [node["host"] for node in nodes if node["token"] != token]
-    if not blind:
-        return ok("shared folder", f"{_names(nodes)} and this machine read each other's files")
-    return no(
-        "shared folder",
-        f"{', '.join(blind)} did not see a file that this machine had written and fsynced",
-        f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={','.join(blind)}",
-    )
+    # NCCL and Gloo take prefixes of names, separated by commas
+    name, prefixes = machine.interface, tuple(machine.interface.lstrip("=").split(","))
+    for node in nodes:
+        if name and not name.startswith("^") and not any(each.startswith(prefixes) for each in node["interfaces"]):
+            have = ", ".join(node["interfaces"])
+            yield no("interface", f"{node['host']} has no {name}: it has {have}", f"{TRAIN} interface")
+            return
 
 
 def judge_disk(nodes: list[dict[str, Any]]) -> Check:
     """Verdict on the write speed of checkpoints, with all nodes writing at once."""
     if failed := next((node for node in nodes if node["write_error"]), None):
-        size = failed["written_bytes"] >> 20
-        return no(
-            "write speed",
-            f"{failed['host']} cannot write {size} MB here: {failed['write_error']}",
-            "make room, or work in another folder",
-        )
+        problem = f"{failed['host']} cannot write {failed['written_bytes'] >> 20} MB here: {failed['write_error']}"
+        return no("write speed", problem, "make room, or work in another folder")
     slowest = max(nodes, key=lambda node: float(node["write_s"]))
     speed = slowest["written_bytes"] / slowest["write_s"] / 1e6
-    figure = f"{speed:,.0f} MB/s with fsync on {slowest['host']}{', the slowest' if len(nodes) > 1 else ''}"
+    text = f"{speed:,.0f} MB/s with fsync on {slowest['host']}{', the slowest' if len(nodes) > 1 else ''}"
     if speed < SLOW_DISK_MB_S:
-        return doubt("write speed", f"{figure}: checkpoints will be slow", "work in a faster folder")
-    return ok("write speed", figure)
+        return doubt("write speed", f"{text}: checkpoints will be slow", "work in a faster folder")
+    return ok("write speed", text)
 
 
 def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> Iterator[Check]:
-    """Verdict on a version, which must be the same on all nodes; nothing if none has any.
-
-    Parameters
-    ----------
-    here
-        This machine's version, if the nodes' must be equal to it.
-    """
+    """Verdict on a version: the same on all nodes, and equal to `here` if given; nothing if none has any."""
     label = {"cuda": "CUDA", "nccl": "NCCL"}.get(what, what)
     hosts_of: dict[str | None, list[str]] = defaultdict(list)
     for node in nodes:
         hosts_of[node[what]].append(node["host"])
     if len(hosts_of) > 1:
-        texts = [f"{version or 'none'} on {', '.join(hosts)}" for version, hosts in hosts_of.items()]
+        text = "; ".join(f"{version or 'none'} on {', '.join(hosts)}" for version, hosts in hosts_of.items())
         odd = min(hosts_of.values(), key=len)
-        yield no(label, "; ".join(texts), f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}")
-        return
-    only = nodes[0][what]
-    if only is None:
-        return
-    text = f"{only} on {_names(nodes)}"
-    if here is None:
-        yield ok(label, text)
-        return
-    # a container may have another patch release of Python: only strings and numbers are handed over
-    same = only.split(".")[:2] == here.split(".")[:2] if what == "python" else only == here
-    text += f", {here} here"
-    yield judged(same, label, text, f"{TRAIN} modules or container; or this environment")
+        yield no(label, text, f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}")
+    elif (only := nodes[0][what]) is not None:
+        # a container may have another patch release of Python: only strings and numbers are handed over
+        digits = 2 if what == "python" else None
+        same = here is None or only.split(".")[:digits] == here.split(".")[:digits]
+        text = f"{only} on {_names(nodes)}{f', {here} here' if here else ''}"
+        yield judged(same, label, text, f"{TRAIN} modules or container; or this environment")
 
 
 def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Check:
@@ -167,30 +135,24 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     if not machine.gpus and not any(node["gpus"] for node in nodes):
         return ok("GPUs", "none requested and none visible: processes compute on CPU cores")
     for node in nodes:
-        if len(node["gpus"]) >= machine.nproc_per_node:
-            continue
-        if node["cuda"] is None:
-            return no(
-                "GPUs",
-                f"torch {node['torch']} on {node['host']} is built without CUDA",
-                f"install a build with CUDA, or {TRAIN} modules or container with one",
-            )
-        return no(
-            "GPUs",
-            f"{node['host']} shows {len(node['gpus'])} to {machine.nproc_per_node} processes",
-            f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, or nproc_per_node: {len(node['gpus']) or 1}",
-        )
+        shown, host = len(node["gpus"]), node["host"]
+        if shown < machine.nproc_per_node and node["cuda"] is None:
+            remedy = f"install a build with CUDA, or {TRAIN} modules or container with one"
+            return no("GPUs", f"torch {node['torch']} on {host} is built without CUDA", remedy)
+        if shown < machine.nproc_per_node:
+            remedy = f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, or nproc_per_node: {shown or 1}"
+            return no("GPUs", f"{host} shows {shown} to {machine.nproc_per_node} processes", remedy)
     products = sorted({name for node in nodes for name in node["gpus"]})
-    figure = f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
+    text = f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
     if len(products) > 1:
-        return doubt("GPUs", f"{figure}: the slowest sets the pace", f"{TRAIN} constraint or gpus_per_node: one type")
-    product = known_device(products[0])
-    if device.partition("-")[0] not in products[0].lower():
-        return doubt("GPUs", f"{figure}, but the plan assumes {device}", "set-resources: plan: device")
-    if product in sizes_of(device.partition("-")[0]) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
+        return doubt("GPUs", f"{text}: the slowest sets the pace", f"{TRAIN} constraint or gpus_per_node: one type")
+    product, kind = known_device(products[0]), device.partition("-")[0]
+    if kind not in products[0].lower():
+        return doubt("GPUs", f"{text}, but the plan assumes {device}", "set-resources: plan: device")
+    if product in sizes_of(kind) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
-        return doubt("GPUs", f"{figure}, but the plan assumes {assumed}", f"set-resources: plan: device: {product}")
-    return ok("GPUs", figure)
+        return doubt("GPUs", f"{text}, but the plan assumes {assumed}", f"set-resources: plan: device: {product}")
+    return ok("GPUs", text)
 
 
 def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
@@ -206,50 +168,40 @@ def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
         low, high = node["time"] - node["seen"], node["time"] - node["head_time"]
         skew, direction = (low, "ahead of") if low > 0 else (-high, "behind")
         if skew > CLOCK_S:
-            yield doubt(
-                "clock",
-                f"{node['host']} is at least {skew:.1f} s {direction} this machine, and Snakemake compares times of "
-                "files",
-                f"have it set, or {TRAIN} sbatch_options: exclude={node['host']}",
-            )
+            problem = f"{node['host']} is at least {skew:.1f} s {direction} this machine"
+            remedy = f"have it set, or {TRAIN} sbatch_options: exclude={node['host']}"
+            yield doubt("clock", f"{problem}, and Snakemake compares times of files", remedy)
             return
         widest = max(widest, -low, high)
     yield ok("clock", f"{_names(nodes)} within {widest:.1f} s of this machine")
 
 
-def judge_interface(name: str, nodes: list[dict[str, Any]]) -> Iterator[Check]:
-    """Verdict if a node lacks the network interface; NCCL and Gloo take prefixes of names, separated by commas."""
-    prefixes = tuple(name.lstrip("=").split(","))
-    for node in nodes:
-        if name and not name.startswith("^") and not any(each.startswith(prefixes) for each in node["interfaces"]):
-            have = ", ".join(node["interfaces"])
-            yield no("interface", f"{node['host']} has no {name}: it has {have}", f"{TRAIN} interface")
-            return
-
-
 def judge_allreduce(interface: str, nodes: list[dict[str, Any]], measured: dict[str, Any]) -> Iterator[Check]:
     """Verdict on the bus bandwidth inside nodes and between them, and the network that carried it."""
-    how = f"{measured['bytes'] >> 20} MB by {measured['backend']}"
-    inside = [entry for entry in measured["inside"] if entry["bus_gb_per_s"] is not None]
-    if not inside and measured["between"] is None:
-        yield ok("all-reduce", f"nothing to measure with one process; {measured['backend']} works")
+    backend, between = measured["backend"], measured["between"]
+    how = f"{measured['bytes'] >> 20} MB by {backend}"
+    inside = [
+        (entry["bus_gb_per_s"], entry["host"]) for entry in measured["inside"] if entry["bus_gb_per_s"] is not None
+    ]
+    if not inside and between is None:
+        yield ok("all-reduce", f"nothing to measure with one process; {backend} works")
     if inside:
-        slowest = min(inside, key=lambda entry: float(entry["bus_gb_per_s"]))
-        on = f"{slowest['host']}{', the slowest' if len(inside) > 1 else ''}"
-        yield ok("all-reduce in a node", f"{slowest['bus_gb_per_s']:.3g} GB/s bus bandwidth on {on}, {how}")
-    if measured["between"] is None:
+        speed, host = min(inside)
+        on = f"{host}{', the slowest' if len(inside) > 1 else ''}"
+        yield ok("all-reduce in a node", f"{speed:.3g} GB/s bus bandwidth on {on}, {how}")
+    if between is None:
         return
     used = sorted({name for name in measured["interfaces"].values() if name})
     fabric = sorted({name for node in nodes for name in node["interfaces"] if name.startswith(_FABRIC)})
     over = f" over {', '.join(used)}" if used else ""
-    what, figure = "all-reduce between nodes", f"{measured['between']:.3g} GB/s bus bandwidth{over}, {how}"
+    what, text = "all-reduce between nodes", f"{between:.3g} GB/s bus bandwidth{over}, {how}"
     # RDMA devices have names such as mlx5_0: only the node's Ethernet is slow
     if fabric and not interface and any(name.startswith(("eth", "en", "bond")) for name in used):
-        yield doubt(what, f"{figure}, though there is {', '.join(fabric)}", f"{TRAIN} interface: {fabric[0]}")
-    elif measured["backend"] == "nccl" and measured["between"] < SLOW_LINK_GB_S:
-        yield doubt(what, f"{figure}: slow for GPUs", f"{TRAIN} interface: that of the fast network")
+        yield doubt(what, f"{text}, though there is {', '.join(fabric)}", f"{TRAIN} interface: {fabric[0]}")
+    elif backend == "nccl" and between < SLOW_LINK_GB_S:
+        yield doubt(what, f"{text}: slow for GPUs", f"{TRAIN} interface: one of the fast network")
     else:
-        yield ok(what, figure)
+        yield ok(what, text)
 
 
 def _names(nodes: list[dict[str, Any]]) -> str:
@@ -278,12 +230,12 @@ class NodeCheck:
 
     def run(self) -> Iterator[Check]:
         """Run the job, then judge. Raises KeyboardInterrupt if a signal ended it."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         with Head() as head:
             try:
-                end = self._run_once(head)
+                with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
+                    end = run_once(partial(self._job, head), self._short(), self.folder, lock, self.wait_s)
             except StillQueued as error:
                 remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
                 yield no("job", str(error), remedy)
@@ -301,30 +253,22 @@ class NodeCheck:
             "nodes": nodes,
             "allreduce": allreduce,
         }
-        yield from judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
+        yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
         if nodes:
             yield from judge_nodes(self.machine, self.device, nodes, head.token)
         if allreduce is not None:
             yield from judge_allreduce(self.machine.interface, nodes, allreduce)
 
-    def _run_once(self, head: Head) -> End:
-        machine = self.machine
-        short = {"runtime": min(JOB_MIN, machine.runtime), "save_within_s": min(SAVE_WITHIN_S, machine.save_within_s)}
-        brief: Machine = check_options(Machine, machine.model_dump() | short, "the job")
+    def _short(self) -> Machine:
+        """The machine with the time limits of a short job."""
+        runtime, save_within_s = min(JOB_MIN, self.machine.runtime), min(SAVE_WITHIN_S, self.machine.save_within_s)
+        return self.machine.model_copy(update={"runtime": runtime, "save_within_s": save_within_s})
 
-        def job(path: Path) -> Job:
-            head.begin(path)
-            module = "cellmill.preflight.node_probe"
-            return Job(
-                module,
-                [str(path.resolve())],
-                machine.node_counts[-1],
-                machine.nproc_per_node,
-                error_file=str(path.resolve() / "error.txt"),
-            )
-
-        with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
-            return run_once(job, brief, self.folder, lock, self.wait_s)
+    def _job(self, head: Head, path: Path) -> Job:
+        head.begin(path)
+        folder, machine = path.resolve(), self.machine
+        module, error = "cellmill.preflight.node_probe", str(folder / "error.txt")
+        return Job(module, [str(folder)], machine.node_counts[-1], machine.nproc_per_node, error_file=error)
 
 
 class Head:
