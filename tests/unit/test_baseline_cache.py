@@ -8,7 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache
-from cellmill.evaluate.features import fit_all
+from cellmill.evaluate.features import fit_all, predict_all
 from cellmill.evaluate.tasks.classify import _components
 
 RNG = np.random.default_rng(0)
@@ -21,7 +21,7 @@ def predicted(
     cache: BaselineCache, features: dict[str, object] = FEATURES, labels: np.ndarray = LABELS
 ) -> dict[str, np.ndarray]:
     fitted = fit_all(features, labels, 5, cache)
-    return {name: classifier.predict(features[name.partition(" + ")[0]]) for name, classifier in fitted.items()}
+    return predict_all(fitted, features)
 
 
 def test_a_second_evaluation_reads_what_the_first_predicted(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
-from sklearn.model_selection import StratifiedKFold
 
 from cellmill.evaluate.scores import (
     NOT_TESTED,
@@ -20,7 +19,7 @@ from cellmill.evaluate.scores import (
     paired_difference,
     table_rows,
 )
-from cellmill.evaluate.tasks.classify import draw_shots
+from cellmill.evaluate.tasks.classify import draw_shots, stratified
 from cellmill.runs.verdict import compare, sentence
 
 METRICS = {"accuracy": (accuracy_score, {}), "macro_f1": (f1_score, {"average": "macro"})}
@@ -92,12 +91,11 @@ def _simulated(random: np.random.Generator, gain: float, few: bool) -> Predictio
     made = Predictions(labels, 4)
     for repetition in range(4):
         if few:
-            splits = [draw_shots(labels, sorted(set(labels)), 3, random)]
+            splits = [*draw_shots(labels, sorted(set(labels)), 3, 1, int(random.integers(2**31)))]
         else:
-            splits = list(StratifiedKFold(5, shuffle=True, random_state=repetition).split(labels, labels))
-        for train, test in splits:
-            for kind, values in features.items():
-                made.record("x", kind, repetition, test, _nearest(values, labels, train, test))
+            splits = [*stratified(labels, 5, 1, repetition)]
+        for _, train, test in splits:
+            made.record("x", repetition, test, {k: _nearest(v, labels, train, test) for k, v in features.items()})
     return made
 
 
@@ -122,10 +120,9 @@ def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
     labels = np.array(["a", "b", "b", "a"])
     made = Predictions(labels, 2)
     for repetition, (own, other) in enumerate([("abba", "bbba"), ("abbb", "aaba")]):
-        made.record("x", "embedding + kNN", repetition, np.arange(4), np.array(list(own)))
-        made.record("x", "PCA + kNN", repetition, np.arange(4), np.array(list(other)))
-    made.record("y", "PCA + kNN", 0, np.arange(2), labels[:2])
-    made.record("y", "PCA + kNN", 1, np.arange(2), labels[2:])
+        predicted = {"embedding + kNN": np.array([*own]), "PCA + kNN": np.array([*other])}
+        made.record("x", repetition, np.arange(4), predicted)
+        made.record("y", repetition, np.arange(2), {"PCA + kNN": labels[2 * repetition :][:2]})
     x, y = made.accuracies()
     rows = table_rows([x, y])
     assert [(row["name"], row["kind"]) for row in rows] == [("embedding + kNN", "model"), ("PCA + kNN", "baseline")]

@@ -21,9 +21,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.data.arrays import log_normalise
+from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
-from cellmill.evaluate.tasks.classify import METRICS, judge, predict_folds
+from cellmill.evaluate.tasks.classify import METRICS, judge, predict_splits, stratified
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
@@ -40,6 +41,16 @@ def _features(embedding: np.ndarray, untrained: np.ndarray, genes: sp.csr_matrix
     return {"embedding": embedding, "untrained": untrained, "all genes": genes}
 
 
+def _predicted(
+    features: dict[str, Any], labels: np.ndarray, *, seeds: int = 1, seed: int = 0, neighbors: int, components: int
+) -> Predictions:
+    """Predictions in five folds."""
+    made = Predictions(labels, seeds)
+    splits = stratified(labels, 5, seeds, seed)
+    predict_splits(made, features, splits, neighbors, BaselineCache(), components=components)
+    return made
+
+
 def _columns(predictions: Predictions) -> list[ScoreColumn]:
     return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
 
@@ -47,7 +58,7 @@ def _columns(predictions: Predictions) -> list[ScoreColumn]:
 def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed() -> None:
     embedding, noise, genes, labels = _problem()
     features = _features(embedding, noise, genes)
-    made = predict_folds(features, labels, folds=5, seeds=2, seed=3, neighbors=7, components=5)
+    made = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
     rows = {row["name"]: row for row in table_rows(_columns(made))}
     linear = LogisticRegression(max_iter=10_000, tol=1e-6)
     pca = PCA(5, svd_solver="arpack", random_state=0)
@@ -91,7 +102,7 @@ def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
     planted = folds[2][1]
     genes[planted, 0] += 1000 * random.normal(size=len(planted))
     features = _features(genes, genes, sp.csr_matrix(genes))
-    made = predict_folds(features, labels, folds=5, seeds=1, seed=0, neighbors=3, components=1)
+    made = _predicted(features, labels, neighbors=3, components=1)
     [right] = made.column("", "accuracy", "accuracy", "accuracy").scores["PCA1 + logistic regression"]
     scores = [right[test].mean() for _, test in folds]
     assert scores[2] == 1.0
@@ -102,7 +113,7 @@ def test_baselines_on_real_cells_have_the_accuracies_measured_before(shared: Cal
     adata = ad.read_h5ad(shared("pbmc68k.h5ad"))
     chosen = choose_cells(adata.obs["bulk_labels"], fewest=5, seed=0)
     genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
-    made = predict_folds({"all genes": genes}, chosen.labels, folds=5, seeds=1, seed=0, neighbors=15)
+    made = _predicted({"all genes": genes}, chosen.labels, neighbors=15, components=50)
     accuracy = made.column("", "accuracy", "accuracy", "accuracy")
     reference = {"majority": 0.343, "PCA50 + kNN": 0.803, "PCA50 + logistic regression": 0.816}
     for name, value in (reference | {"all genes + logistic regression": 0.839}).items():
@@ -151,7 +162,7 @@ def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features
     }
     made = Predictions(labels, 1)
     for name, n in wrong.items():
-        made.record("", name, 0, np.arange(20), np.where(np.arange(20) < n, np.roll(labels, 1), labels))
+        made.record("", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)})
     verdicts = judge(_columns(made))
     linear = "embedding + logistic regression, unscaled"
     assert [(verdict.compared, verdict.against, verdict.metric) for verdict in verdicts] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +131,13 @@ def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_pa
 
 def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Path) -> None:
     context = make_context(tmp_path, simulated)
-    labels = context.reader.obs["cell_type"].astype(str).to_numpy()
-    first, second = np.arange(100), np.arange(100, 180)
-    fitted, tested = CellGroup.of(context, first, labels[first]), CellGroup.of(context, second, labels[second])
+    cells = np.arange(100), np.arange(100, 180)
+    fitted, tested = (CellGroup.of(context, context.roles["label"], among)[0] for among in cells)
     genes = shared_genes([fitted, tested])
     counts = tested.counts.copy()
     counts.data[counts.indptr[40] :] *= 50  # the last 40 cells
     counts.data[counts.indptr[-2] :] = 1
-    other = CellGroup(tested.path, tested.names, counts, tested.labels, tested.embedding, tested.untrained)
+    other = replace(tested, counts=counts)
     before, after = (transfer_features(context.model, genes, [fitted], group) for group in (tested, other))
     for name in before[0]:
         dense = [sp.csr_matrix(part[name]).toarray() for part in (before[0], after[0], before[1], after[1])]

@@ -6,13 +6,13 @@ which helps or hurts depending on the number of cells. Newton-CG converges to th
 tolerance of 1e-6, in a tenth of the time.
 """
 
+import importlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
@@ -22,14 +22,30 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.errors import ConfigError
 from cellmill.evaluate.baselines import BaselineCache, CachedClassifier
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED
-from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context
+from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, pca
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
+OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has
+ROW_BLOCK = 4096  # cells read at once
+
+
+def require(module: str, extra: str, option: str) -> Any:
+    """The module of an optional package. Raises ConfigError, which names the option that needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'") from None
+
+
+def cell_features(context: Context, cells: np.ndarray, embedding: np.ndarray | None = None) -> dict[str, Any]:
+    """Features of the cells with these indices, ascending, with the embeddings by models of other packages."""
+    return with_external(Features(context).of(read_rows(context.reader, cells), embedding), context, cells)
 
 
 def with_external(features: dict[str, Any], context: Context, cells: np.ndarray) -> dict[str, Any]:
@@ -49,39 +65,30 @@ class Features:
         profiles = summed(counts) if self.columns.ordered else counts
         known = log_normalise(select_columns(profiles, self.columns.target, self.model.vocabulary.n_genes))
         return {
-            EMBEDDING: self._embedded(counts, self.model.network) if embedding is None else embedding,
-            UNTRAINED: self.untrained(counts),
+            EMBEDDING: self.embed(counts, self.model.network) if embedding is None else embedding,
+            UNTRAINED: self.embed(counts, self.model.untrained),
             f"PCA{COMPONENTS} of the training cells": self.model.components.transform(known),
             ALL_GENES: log_normalise(profiles),
         }
 
-    def untrained(self, counts: sp.csr_matrix) -> np.ndarray:
-        """Vectors by the same architecture with initial weights, `(cells, hidden)` float32."""
-        return self._embedded(counts, self.model.untrained)
-
-    def _embedded(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:
-        """Vectors; zeros for cells without a known gene."""
-        every, totals = np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
-        model = self.model
+    def embed(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:
+        """Vectors, `(cells, hidden)` float32; zeros for cells without a known gene."""
+        model, every, totals = self.model, np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
         batches = tokens_of([counts], self.columns, model.vocabulary, model.tokens, every, totals)
         return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, self.precision))
 
 
 def with_components(features: dict[str, Any]) -> dict[str, Any]:
     """The features, with principal components of all genes of these cells, of log counts and of scaled ones."""
-    scaled = StandardScaler(with_mean=False).fit_transform(features[ALL_GENES])
-    made = {OF_SCORED: own_components(features[ALL_GENES]), f"{OF_SCORED}, scaled genes": own_components(scaled)}
-    return {**{kind: of for kind, of in features.items() if kind != ALL_GENES}, **made, ALL_GENES: features[ALL_GENES]}
+    genes = features.pop(ALL_GENES)
+    scaled = StandardScaler(with_mean=False).fit_transform(genes)
+    components = {OF_SCORED: own_components(genes), f"{OF_SCORED}, scaled genes": own_components(scaled)}
+    return features | components | {ALL_GENES: genes}
 
 
 def own_components(profiles: sp.csr_matrix) -> np.ndarray:
     """Principal components fitted on the cells themselves, `(cells, components)`."""
-    n = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
-    return np.asarray(PCA(n, svd_solver="arpack", random_state=0).fit_transform(profiles))
-
-
-OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has
-ROW_BLOCK = 4096  # cells read at once
+    return np.asarray(pca(profiles.shape).fit_transform(profiles))
 
 
 def classifiers(neighbors: int, sparse: bool) -> dict[str, Any]:
@@ -89,34 +96,40 @@ def classifiers(neighbors: int, sparse: bool) -> dict[str, Any]:
 
     Sparse features stay sparse: without centring the optimum is the same, since the intercept has no penalty.
     """
+    logistic = {"solver": "newton-cg", "max_iter": 1000}
     return {
-        "logistic regression": make_pipeline(StandardScaler(with_mean=not sparse), _logistic()),
-        "logistic regression, unscaled": _logistic(),
+        "logistic regression": make_pipeline(StandardScaler(with_mean=not sparse), LogisticRegression(**logistic)),
+        "logistic regression, unscaled": LogisticRegression(**logistic),
         "kNN": KNeighborsClassifier(neighbors),
     }
 
 
-def _logistic() -> Any:
-    return LogisticRegression(solver="newton-cg", max_iter=1000)
+def rows_of(features: Mapping[str, Any], cells: np.ndarray) -> dict[str, Any]:
+    """The features of some of the cells."""
+    return {name: values[cells] for name, values in features.items()}
 
 
 def fit_all(
-    features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache | None = None
+    features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache
 ) -> dict[str, Any]:
     """Fitted classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse.
 
     Baselines are fitted when a prediction of theirs is not in `baselines`.
     """
-    cache = BaselineCache() if baselines is None else baselines
     fitted: dict[str, Any] = {}
     for kind, values in features.items():
         for name, classifier in classifiers(min(neighbors, len(labels)), sp.issparse(values)).items():
             if kind in OF_THE_MODEL:
                 fit(classifier, values, labels)
-                fitted[f"{kind} + {name}"] = classifier
             else:
-                fitted[f"{kind} + {name}"] = CachedClassifier(cache, classifier, values, labels, fit)
+                classifier = CachedClassifier(baselines, classifier, values, labels, fit)
+            fitted[f"{kind} + {name}"] = classifier
     return fitted
+
+
+def predict_all(fitted: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Predicted classes, text `(cells,)`, by every classifier of `fit_all`, each from its own kind of features."""
+    return {name: classifier.predict(features[name.partition(" + ")[0]]) for name, classifier in fitted.items()}
 
 
 def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
@@ -128,9 +141,9 @@ def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
         print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
 
 
-def read_rows(reader: CountsReader, mask: np.ndarray) -> sp.csr_matrix:
-    """Counts of the cells where `mask` (bool, `(n_obs,)`) is True."""
-    blocks, first = [], 0
+def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
+    """Counts of the cells with these indices, in the order of the file."""
+    mask, blocks, first = np.isin(np.arange(reader.n_obs), cells), [], 0
     for block in reader.rows(ROW_BLOCK):
         blocks.append(block[np.flatnonzero(mask[first : first + block.shape[0]])])
         first += block.shape[0]

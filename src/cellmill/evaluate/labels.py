@@ -1,9 +1,8 @@
 """Choice of labelled cells for an evaluation, and counts of cells whose label a model does not know."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,36 +39,41 @@ def labelled_cells(
 ) -> Labelled | TaskResult:
     """Evaluated cells of classes with at least `fewest` cells; the result of a skipped task if fewer than two.
 
-    Prints the classes. `task` and `needed_by`, an option in brackets, are named in messages.
+    Prints the classes. `task` and `needed_by`, the option that needs so many cells, are named in messages. Raises
+    DataError for a column of one class.
     """
     if "label" not in context.roles:
         return TaskResult(skipped="the dataset has no label column")
     column = context.roles["label"]
-    _check_classes(context.reader.path, column, task)
+    if len(values := sorted({*text_values(column.dropna())})) < 2:
+        content = f"one class, {values[0]!r}" if values else "no values"
+        raise DataError(
+            f"{context.reader.path}: obs column {column.name!r} has {content}; expected two classes or more for task "
+            f"{task}: name another label column, or leave it empty"
+        )
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
-    print(f"{context.dataset}: {task}: {column.name}: {_counts_of(chosen.classes)}", flush=True)
-    if chosen.dropped:
-        dropped = _counts_of(chosen.dropped)
-        print(f"{context.dataset}: {task}: left out, fewer than {fewest} cells: {dropped}", flush=True)
-    if len(chosen.classes) < 2:
+    for heading, classes in ((column.name, chosen.classes), (f"left out, fewer than {fewest} cells", chosen.dropped)):
+        if classes or heading == column.name:
+            counts = ", ".join(f"{name} {n:,}" for name, n in classes.items()) or "no class"
+            print(f"{context.dataset}: {task}: {heading}: {counts}", flush=True)
+    if (n := len(chosen.classes)) < 2:
         return TaskResult(
             figures=chosen.figures,
-            skipped=f"{len(chosen.classes)} classes of {column.name} have at least {fewest} scored cells "
-            f"({needed_by}), expected two or more; raise shard.test_frac or lower {needed_by}",
+            skipped=f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or "
+            f"more; raise shard.test_frac or lower {needed_by}",
         )
     return replace(chosen, cells=scored[chosen.cells])
 
 
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
     """The labelled cells of classes with at least `fewest` cells."""
-    missing = labels.isna().to_numpy()
-    text = text_values(labels)
+    text, missing = text_values(labels), labels.isna().to_numpy()
     drawn = known = np.flatnonzero(~missing)
     if len(known) > max_cells:
         generator = np.random.Generator(np.random.Philox(key=[seed, 0]))
         drawn = np.sort(generator.permutation(known)[:max_cells])
-    counts = _tally(text[drawn])
+    counts = tally(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= fewest], dtype=np.int64)
     return Labelled(
         cells=kept,
@@ -81,21 +85,8 @@ def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX
     )
 
 
-def _check_classes(path: Path, column: pd.Series, task: str) -> None:
-    values = sorted({*text_values(column.dropna())})
-    if len(values) < 2:
-        content = f"one class, {values[0]!r}" if len(values) else "no values"
-        raise DataError(
-            f"{path}: obs column {column.name!r} has {content}; expected two classes or more for task {task}: "
-            "name another label column, or leave it empty"
-        )
-
-
-def _counts_of(classes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {n:,}" for name, n in classes.items()) or "no class"
-
-
-def _tally(values: np.ndarray) -> dict[str, int]:
+def tally(values: np.ndarray) -> dict[str, int]:
+    """Number of cells of each class, the largest first."""
     return dict(sorted(Counter(values.tolist()).items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -124,25 +115,30 @@ class LabelCounts:
         named = dict(list(self.unknown.items())[:MOST_NAMES])
         return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named}
 
-    def problems(self) -> Iterator[str]:
-        """Say what is wrong with the labels, after the name of the column, without a full stop."""
+    def problem(self) -> str | None:
+        """What is wrong with the labels, after the name of the column, without a full stop; None if nothing is."""
+        unknown = _listed([f"{label!r} {n:,}" for label, n in self.unknown.items()])
         if not self.present:
-            yield f"{self.column}: the file has no such obs column"
-        elif not self.n_labelled:
-            yield f"{self.column}: no cell has a label"
-        elif self.n_unknown == self.n_labelled:
-            yield (
+            return f"{self.column}: the file has no such obs column"
+        if not self.n_labelled:
+            return f"{self.column}: no cell has a label"
+        if self.n_unknown == self.n_labelled:
+            return (
                 f"{self.column}: none of {self.n_labelled:,} labelled cells has a label that the model knows: expected "
-                f"{listed(self.labels)}; got {self._named()}"
+                f"{_listed(self.labels)}; got {unknown}"
             )
-        elif self.unknown:
-            yield (
+        if self.unknown:
+            return (
                 f"{self.column}: {self.n_unknown:,} of {self.n_labelled:,} labelled cells have a label that the model "
-                f"does not know: {self._named()}"
+                f"does not know: {unknown}"
             )
+        return None
 
-    def _named(self) -> str:
-        return listed([f"{label!r} {n:,}" for label, n in self.unknown.items()])
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]) -> LabelCounts:
@@ -151,19 +147,12 @@ def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[
     if found is None:
         return LabelCounts(column, False, 0, labels, {})
     codes, values = found
-    n_cells, known = np.bincount(codes[codes >= 0], minlength=len(values)), {*labels}
-    unknown: dict[str, int] = {}
+    n_cells, unknown = np.bincount(codes[codes >= 0], minlength=len(values)), Counter[str]()
     for value, n in zip(values, n_cells.tolist()):
-        if n and (text := text_of(value)) not in known:
-            unknown[text] = unknown.get(text, 0) + n
+        if n and (text := text_of(value)) not in labels:
+            unknown[text] += n
     ordered = dict(sorted(unknown.items(), key=lambda one: (-one[1], one[0])))
     return LabelCounts(column, True, int(n_cells.sum()), labels, ordered)
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def texts_of(column: pd.Series) -> np.ndarray:

@@ -189,12 +189,13 @@ class Predictions:
         """Classes of cells and of predictions, sorted: a class number is a place in it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
-    def record(self, condition: str, name: str, repetition: int, cells: np.ndarray, classes: np.ndarray) -> None:
-        """Keep the predicted `classes` (text) of `cells` (indices)."""
+    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Mapping[str, np.ndarray]) -> None:
+        """Keep the predicted `classes` (text), by method, of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
-        if name not in methods:
-            methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-        methods[name][repetition, cells] = np.searchsorted(self.classes, classes)
+        for name, predicted in classes.items():
+            if name not in methods:
+                methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+            methods[name][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""

@@ -40,6 +40,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.results import read_embedding
+from cellmill.evaluate.scores import ScoreColumn, against_best, differences, table_rows
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
@@ -240,6 +241,11 @@ PCA_CELLS, COMPONENTS = 10_000, 50
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 
 
+def pca(shape: Sequence[int], components: int = COMPONENTS) -> PCA:
+    """Unfitted principal components for an array of `shape`, fewer than `components` if it is small."""
+    return PCA(max(1, min(components, *(size - 1 for size in shape))), svd_solver="arpack", random_state=0)
+
+
 @dataclass(frozen=True)
 class EvaluatedModel:
     """The exported model, and what can be derived from it and its training shards."""
@@ -272,8 +278,7 @@ class EvaluatedModel:
     def components(self) -> PCA:
         """Principal components of log-normalised training cells, which several tasks compare with."""
         profiles = self.training_profiles()
-        n_components = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
-        return PCA(n_components, svd_solver="arpack", random_state=0).fit(profiles)
+        return pca(profiles.shape).fit(profiles)
 
     def training_profiles(self) -> sp.csr_matrix:
         """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at each call."""
@@ -334,6 +339,20 @@ class TaskResult:
 
     notes: list[str] = field(default_factory=list)
     """Sentences shown behind those of the verdicts, such as on cells that are not judged."""
+
+    @classmethod
+    def from_columns(
+        cls, columns: list[ScoreColumn], figures: dict[str, Any], judged: list[ScoreColumn] | None = None, **fields: Any
+    ) -> Self:
+        """Table, verdicts and differences of `columns`, of which the first ranks the rows; `fields` replace others.
+
+        Columns that are not `judged`, by default all, have neither verdicts nor differences.
+        """
+        judged = columns if judged is None else judged
+        if "verdicts" not in fields:
+            fields["verdicts"] = against_best(judged)
+        computed = {"rows": table_rows(columns), "metric": columns[0].heading, "differences": differences(judged)}
+        return cls(**{"figures": figures} | computed | fields)
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""

@@ -282,5 +282,5 @@ def _say_agreement(path: Path, obs: pd.DataFrame, classifier: dict[str, Any], pr
             f"{path.stem}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted "
             f"label ({n_equal / n_known:.3f})"
         )
-    for line in counts.problems():
+    if line := counts.problem():
         print(f"{path.stem}: warning: obs column {line}")

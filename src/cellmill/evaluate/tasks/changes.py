@@ -39,7 +39,6 @@ from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.scores import EMBEDDING
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.genes import features_of, gene_features
-from cellmill.models.objective import Objective
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
@@ -94,17 +93,26 @@ def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
     target = np.where(columns.target >= 0, place[columns.target], -1).astype(np.int32)
     counts = sp.vstack([select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)], format="csr")
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    strata = _numbered([context.roles[role] for role in roles if role in context.roles], reader.n_obs)
-    half = _halves(is_control, strata, context.options.seed)
-    few = [number for number in np.unique(strata) if min(_n_controls(half, strata == number)) < MIN_CONTROLS]
+    texts = {role: text_values(context.roles[role]).astype(str) for role in roles if role in context.roles}
+    strata = np.zeros(reader.n_obs, np.int64)
+    if texts:  # a number for each combination of values; missing values are one value
+        strata = pd.DataFrame(texts).groupby([*texts], sort=True).ngroup().to_numpy(np.int64)
+    half = np.full(reader.n_obs, -1, np.int8)
+    generator, few = np.random.Generator(np.random.Philox(key=[context.options.seed, 4])), []
+    for number in np.unique(strata):
+        controls = generator.permutation(np.flatnonzero(is_control & (strata == number)))
+        half[controls] = np.arange(len(controls)) % 2
+        if len(controls) // 2 < MIN_CONTROLS:
+            few.append(number)
+    perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
     return Profiles(
-        log_normalise(counts),
-        genes,
-        np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
-        np.where(is_control, "", _text(context.roles[controlled_role(context)])),
-        _text(context.roles["dose"]) if "dose" in context.roles else np.full(reader.n_obs, ""),
-        np.where(np.isin(strata, few), _NO_STRATUM, strata),
-        half,
+        expression=log_normalise(counts),
+        genes=genes,
+        depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
+        perturbation=np.where(is_control, "", perturbation),
+        dose=text_values(context.roles["dose"]).astype(str) if "dose" in context.roles else np.full(reader.n_obs, ""),
+        stratum=np.where(np.isin(strata, few), _NO_STRATUM, strata),
+        half=half,
     )
 
 
@@ -129,33 +137,6 @@ def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.nd
     return np.divide(sums, n, out=np.full(sums.shape, np.nan), where=n > 0)
 
 
-def _halves(is_control: np.ndarray, strata: np.ndarray, seed: int) -> np.ndarray:
-    """Half of each control, by a seeded draw within its stratum."""
-    half = np.full(len(strata), -1, np.int8)
-    generator = np.random.Generator(np.random.Philox(key=[seed, 4]))
-    for number in np.unique(strata):
-        cells = generator.permutation(np.flatnonzero(is_control & (strata == number)))
-        half[cells] = np.arange(len(cells)) % 2
-    return half
-
-
-def _n_controls(half: np.ndarray, among: np.ndarray) -> tuple[int, int]:
-    return int((half[among] == 0).sum()), int((half[among] == 1).sum())
-
-
-def _numbered(columns: Sequence[pd.Series], n_obs: int) -> np.ndarray:
-    """(cells,) int64: number of each combination of values; missing values are one value."""
-    if not columns:
-        return np.zeros(n_obs, np.int64)
-    frame = pd.DataFrame({number: _text(column) for number, column in enumerate(columns)})
-    return frame.groupby(list(frame), sort=True).ngroup().to_numpy(np.int64)
-
-
-def _text(column: pd.Series) -> np.ndarray:
-    """Values as text; empty where there is none."""
-    return text_values(column).astype(str)
-
-
 ALPHAS = np.logspace(-2, 4, 13)  # of the ridge; the one of least leave-one-out error on the training units is taken
 MIN_KNOWN = 3  # training units with features that a linear prediction needs
 Prediction = dict[str, np.ndarray]
@@ -168,19 +149,24 @@ def of_new_perturbations(
 
     `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
     """
-    mean = changes[train].mean(0)
-    predicted = {"no change": np.zeros((len(test), changes.shape[1])), "mean": np.tile(mean, (len(test), 1))}
+    predicted = _without_features(changes, train, test)
     for name, values in features.items():
-        known, asked = train[_has(values, train)], np.flatnonzero(_has(values, test))
+        has = np.isfinite(values).all(1)
+        known, asked = train[has[train]], np.flatnonzero(has[test])
         linear, nearest = predicted["mean"].copy(), predicted["mean"].copy()
         if len(known) >= MIN_KNOWN and len(asked):
             scaler = StandardScaler().fit(values[known])
             given, queries = scaler.transform(values[known]), scaler.transform(values[test[asked]])
             linear[asked] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
-            similarity = _unit_rows(queries) @ _unit_rows(given).T
-            nearest[asked] = changes[known[similarity.argmax(1)]]
+            unit_rows = [v / np.linalg.norm(v, axis=1, keepdims=True).clip(1e-12) for v in (queries, given)]
+            nearest[asked] = changes[known[(unit_rows[0] @ unit_rows[1].T).argmax(1)]]
         predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest}
     return predicted
+
+
+def _without_features(changes: np.ndarray, train: np.ndarray, test: np.ndarray) -> Prediction:
+    none = np.zeros((len(test), changes.shape[1]))
+    return {"no change": none, "mean": none + changes[train].mean(0)}
 
 
 def of_new_contexts(
@@ -188,43 +174,26 @@ def of_new_contexts(
 ) -> Prediction:
     """Changes `(test units, G)` by method, of units of contexts, such as donors, that no training unit has.
 
-    `perturbation` `(U,)` is that of a unit, `states` `(U, G)` its controls. A perturbation that no training unit has
+    `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation without a training unit
     gets the mean of the training units.
     """
-    mean = changes[train].mean(0)
-    predicted = {"no change": np.zeros((len(test), changes.shape[1])), "mean": np.tile(mean, (len(test), 1))}
-    own, nearest = predicted["mean"].copy(), predicted["mean"].copy()
+    predicted = _without_features(changes, train, test)
+    same_mean, nearest = predicted["mean"].copy(), predicted["mean"].copy()
     for at, unit in enumerate(test):
         if len(same := train[perturbation[train] == perturbation[unit]]):
-            own[at] = changes[same].mean(0)
+            same_mean[at] = changes[same].mean(0)
             nearest[at] = changes[same[np.abs(states[same] - states[unit]).mean(1).argmin()]]
-    known = np.unique(perturbation[train])
-    one_hot = (perturbation[:, None] == known).astype(float)
+    one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
     linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
     return predicted | {
-        "same perturbation + mean": own,
+        "same perturbation + mean": same_mean,
         "same perturbation + linear": linear,
         "same perturbation + nearest": nearest,
     }
 
 
-def _has(values: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """(units,) bool: those that have features."""
-    found: np.ndarray = np.isfinite(values[units]).all(1)
-    return found
-
-
-def _unit_rows(values: np.ndarray) -> np.ndarray:
-    return values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
-
-
 MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
 LARGE = 30.0  # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
-
-
-def response_objective(objective: Objective) -> PerturbationResponse | None:
-    """The objective, or the part of a sum, that predicts responses; None without one."""
-    return next((part for part in objective.leaves().values() if isinstance(part, PerturbationResponse)), None)
 
 
 def predicted_changes(
@@ -232,48 +201,32 @@ def predicted_changes(
 ) -> np.ndarray | None:
     """(U, G) float64: predicted change of each unit; None for a model that predicts no responses.
 
-    Parameters
-    ----------
-    strata
-        (U, strata): share of each stratum in the cells of a unit.
-    names, genes
-        Perturbation of each unit, and the vocabulary rows of its genes.
+    `strata` (U, strata) are the share of each stratum in the cells of a unit, `names` and `genes` the perturbation of
+    each unit and the vocabulary rows of its genes.
     """
     network = context.model.network
-    objective = response_objective(network.objective)
+    parts = network.objective.leaves().values()
+    objective = next((part for part in parts if isinstance(part, PerturbationResponse)), None)
     if objective is None:
         return None
-    changes = np.zeros((len(names), len(profiles.genes)))
-    known: dict[tuple[str, int], np.ndarray] = {}
+    changes, device = np.zeros((len(names), len(profiles.genes))), next(network.parameters()).device
     for stratum in np.flatnonzero(strata.sum(0)).tolist():
         usable = (profiles.half == 0) & (profiles.stratum == stratum) & np.isfinite(context.vectors).all(1)
         cells = np.flatnonzero(usable)[:MOST_CONTROLS]
-        before = _mean_expression(context, profiles, objective, cells, None, [])
-        for unit in np.flatnonzero(strata[:, stratum]).tolist():
-            key = names[unit], stratum
-            if key not in known:
-                known[key] = _mean_expression(context, profiles, objective, cells, names[unit], genes[unit]) - before
-            changes[unit] += strata[unit, stratum] * known[key]
+        known: dict[str | None, np.ndarray] = {}
+        for unit in [None, *np.flatnonzero(strata[:, stratum]).tolist()]:  # None are the controls as they are
+            name = None if unit is None else names[unit]
+            if name not in known:
+                tokens = [] if unit is None else [row + len(SPECIAL) for row in genes[unit]]
+                with inference(device, context.options.precision):
+                    vectors = torch.from_numpy(context.vectors[cells]).to(device)
+                    log_shares = objective.log_profile(network, vectors, name, tokens)
+                    in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
+                    shares = in_dataset.double().softmax(1).cpu().numpy()
+                known[name] = expected_log_expression(shares, profiles.depth[cells]).mean(0)
+            if unit is not None:
+                changes[unit] += strata[unit, stratum] * (known[name] - known[None])
     return changes
-
-
-def _mean_expression(
-    context: Context,
-    profiles: Profiles,
-    objective: PerturbationResponse,
-    cells: np.ndarray,
-    perturbation: str | None,
-    genes: list[int],
-) -> np.ndarray:
-    """(G,) float64: mean over the controls of their expected expression under a perturbation, or as they are."""
-    network = context.model.network
-    device = next(network.parameters()).device
-    with inference(device, context.options.precision):
-        vectors = torch.from_numpy(context.vectors[cells]).to(device)
-        tokens = [row + len(SPECIAL) for row in genes]
-        log_shares = objective.log_profile(network, vectors, perturbation, tokens)[:, torch.from_numpy(profiles.genes)]
-        shares = log_shares.double().softmax(1).cpu().numpy()  # of the genes that the dataset has
-    return expected_log_expression(shares, profiles.depth[cells]).mean(0)
 
 
 def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
@@ -351,12 +304,8 @@ def folds_of(context: Context, config: PerturbationConfig, units: Units, held_ou
         yield 0, every[~units.unseen], every[units.unseen]
     elif held_out == "perturbation":
         for repetition in range(config.seeds):
-            shuffled = KFold(
-                min(context.options.folds, len(groups)),
-                shuffle=True,
-                random_state=context.options.seed + repetition,
-            )
-            for _, test in shuffled.split(groups):
+            n, seed = min(context.options.folds, len(groups)), context.options.seed + repetition
+            for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
                 tested = np.isin(units.group, groups[test])
                 yield repetition, every[~tested], every[tested]
     else:

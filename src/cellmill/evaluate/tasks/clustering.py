@@ -17,21 +17,18 @@ Leiden is igraph's (extra `cluster`): modularity with a resolution (Traag, Waltm
 run until nothing improves. The same graph and seed give the same clusters.
 """
 
-import importlib
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import ClusteringConfig
-from cellmill.errors import ConfigError
-from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, with_components, with_external
+from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, require, with_components, with_external
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, differences, kind_of, table_rows
+from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights
 from cellmill.runs.verdict import Verdict
@@ -80,36 +77,6 @@ def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.nd
     return table[a, b], table.sum(1)[a], table.sum(0)[b]
 
 
-def import_igraph() -> Any:
-    """igraph. Raises ConfigError if the extra is not installed."""
-    try:
-        return importlib.import_module("igraph")
-    except ImportError:
-        raise ConfigError(
-            "task clustering requires igraph, which is missing: pip install 'cellmill[cluster]'"
-        ) from None
-
-
-class LeidenGraph:
-    """An undirected weighted graph to cluster: `edges` are an upper triangle, of weights above 0."""
-
-    def __init__(self, edges: sp.coo_matrix) -> None:
-        self._igraph = import_igraph()
-        pairs = np.stack([edges.row, edges.col], axis=1)
-        self._graph = self._igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
-
-    def clusters(self, resolution: float, seed: int) -> np.ndarray:
-        """Cluster of each cell, int64 `(cells,)`."""
-        self._igraph.set_random_number_generator(random.Random(seed))
-        try:
-            found = self._graph.community_leiden(
-                objective_function="modularity", weights="weight", resolution=resolution, n_iterations=-1
-            )
-        finally:
-            self._igraph.set_random_number_generator(random)  # igraph's own default
-        return np.asarray(found.membership, np.int64)
-
-
 SCORES = {"ARI": ari_scores, "NMI": nmi_scores}
 
 
@@ -119,61 +86,71 @@ class Clustering:
 
     def run(self, context: Context) -> TaskResult:
         """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough cells."""
-        igraph = import_igraph()
+        igraph = require("igraph", "cluster", "task clustering")
         config = self.config
         chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
         if isinstance(chosen, TaskResult):
             return chosen
-        counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
+        counts = read_rows(context.reader, chosen.cells)
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
             features = with_components(Features(context).of(counts, context.vectors[chosen.cells]))
             features = with_external(features, context, chosen.cells)
             found = {
-                kind: self.cluster(kind, values, chosen.labels, context.options, context.baselines, igraph.__version__)
-                for kind, values in features.items()
+                kind: self.cluster(kind, values, chosen.labels, context, igraph) for kind, values in features.items()
             }
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
             for name, score in SCORES.items():
-                of_kind = {
+                scores = {
                     kind: np.stack([score(chosen.labels, clusters) for clusters in both[number]])
                     for kind, (_, both) in found.items()
                 }
-                columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", of_kind))
-        rows = [
-            row
-            | {"best resolution": found[row["name"]][0]}
-            | {"clusters there": float(np.mean([len(np.unique(c)) for c in found[row["name"]][1][0]]))}
-            | {"clusters, fixed": float(np.mean([len(np.unique(c)) for c in found[row["name"]][1][1]]))}
-            for row in table_rows(columns)
-        ]
+                columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
+        rows = table_rows(columns)
+        for row in rows:
+            row["best resolution"], (at_best, at_fixed) = found[row["name"]]
+            for key, clusters in (("clusters there", at_best), ("clusters, fixed", at_fixed)):
+                row[key] = float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
         figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
-        return TaskResult(rows, columns[0].heading, judge(columns), figures, differences=differences(columns))
+        return TaskResult.from_columns(columns, figures, rows=rows, verdicts=judge(columns))
 
     def cluster(
-        self, kind: str, features: Any, labels: np.ndarray, options: Evaluate, cache: BaselineCache, version: str
+        self, kind: str, features: Any, labels: np.ndarray, context: Context, igraph: Any
     ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
         """Best resolution, and clusters `(seeds, cells)` there and at the fixed resolution."""
-        config = self.config
+        config, seed = self.config, context.options.seed
 
         def clusters() -> np.ndarray:
-            graph = LeidenGraph(jaccard_weights(NeighborGraph.of(features, config.neighbors)))
-            seeds = range(options.seed, options.seed + config.seeds)
-            made = {
-                of: np.stack([graph.clusters(of, seed) for seed in seeds])
-                for of in dict.fromkeys([*config.resolutions, config.resolution])
+            edges = jaccard_weights(NeighborGraph.of(features, config.neighbors))
+            found = {
+                resolution: np.stack(leiden(igraph, edges, resolution, range(seed, seed + config.seeds)))
+                for resolution in dict.fromkeys([*config.resolutions, config.resolution])
             }
-            best = max(config.resolutions, key=lambda of: np.mean([ari_scores(labels, one) for one in made[of]]))
-            both = made[best], made[config.resolution]
+            ari = {key: np.mean([ari_scores(labels, one) for one in found[key]]) for key in config.resolutions}
+            best = max(config.resolutions, key=ari.__getitem__)
             head = np.full((1, len(labels)), config.resolutions.index(best))
-            return np.concatenate([head, *both]).astype(np.int16)
+            return np.concatenate([head, found[best], found[config.resolution]]).astype(np.int16)
 
         if kind in OF_THE_MODEL:
-            made = clusters()
+            found = clusters()
         else:
-            about = f"igraph {version} {config.model_dump_json()} {options.seed} {labels.tolist()}"
-            made = cache.features(about, features, clusters)
-        return config.resolutions[made[0, 0]], (made[1 : 1 + config.seeds], made[1 + config.seeds :])
+            about = f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
+            found = context.baselines.features(about, features, clusters)
+        return config.resolutions[found[0, 0]], (found[1 : 1 + config.seeds], found[1 + config.seeds :])
+
+
+def leiden(igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable[int]) -> list[np.ndarray]:
+    """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of weights above 0."""
+    pairs, found = np.stack([edges.row, edges.col], axis=1), []
+    graph = igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
+    options = {"objective_function": "modularity", "weights": "weight", "resolution": resolution, "n_iterations": -1}
+    try:
+        for seed in seeds:
+            igraph.set_random_number_generator(random.Random(seed))
+            found.append(np.asarray(graph.community_leiden(**options).membership, np.int64))
+    finally:
+        igraph.set_random_number_generator(random)  # igraph's own default
+    return found
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:

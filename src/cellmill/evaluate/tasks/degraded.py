@@ -3,26 +3,24 @@
 Each level degrades the counts of the scored cells, by binomial thinning or by keeping a random set of genes. In
 stratified cross-validation, degraded cells are classified after training on cells degraded alike (matched), on whole
 cells (shifted), or on whole cells and those of all levels together (trained on all levels), the remedy that needs no
-model. Every kind of features gets the same folds, classifiers and degraded counts: the embedding; the same architecture
-untrained; 50 principal components of the model's training cells; all genes. Intervals of differences are over cells and
-repeats (`evaluate.scores`).
+model. Features and classifiers are those of `evaluate.tasks.classify`; all get the same folds and degraded counts.
+Intervals of differences are over cells and repeats (`evaluate.scores`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.features import Features, fit_all, read_rows
+from cellmill.evaluate.features import Features, fit_all, predict_all, read_rows, rows_of
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.scores import Predictions, against_best, differences, table_rows
+from cellmill.evaluate.scores import Predictions
 from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.tasks.classify import stratified
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 WHOLE = "whole"
@@ -45,47 +43,27 @@ def classify_degraded(
     chosen = labelled_cells(context, task, options.folds, "evaluate.folds", MAX_CELLS)
     if isinstance(chosen, TaskResult):
         return chosen
-    features = Features(context)
-    whole = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), chosen.cells))
+    features, whole = Features(context), read_rows(context.reader, chosen.cells)
     predictions = Predictions(chosen.labels, repeats)
     for repeat in range(repeats):
         generator = np.random.Generator(np.random.Philox(key=[options.seed, 1000 + repeat]))
         cells = {WHOLE: features.of(whole)}
         cells |= {name: features.of(degrade(whole, generator)) for name, degrade in levels.items()}
-        splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repeat)
-        with threadpool_limits(1):  # small problems: threads cost more than they save
-            for train, test in splitter.split(np.zeros(len(chosen.labels)), chosen.labels):
-                for column, name, predicted in _fold(cells, chosen.labels, train, test, neighbors, context.baselines):
-                    predictions.record(column, name, repeat, test, predicted)
-    columns = predictions.accuracies()
+        for _, train, test in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
+            labels = chosen.labels[train]
+            seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
+            together = {kind: _stacked([of_level[kind] for of_level in seen.values()]) for kind in seen[WHOLE]}
+            with threadpool_limits(1):  # small problems: threads cost more than they save
+                fitted = {level: fit_all(of, labels, neighbors, context.baselines) for level, of in seen.items()}
+                on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context.baselines)
+                predictions.record(WHOLE, repeat, test, predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test)))
+                for level in levels:
+                    tested = rows_of(cells[level], test)
+                    ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
+                    for way, trained in ways.items():
+                        predictions.record(f"{level}, {way}", repeat, test, predict_all(trained, tested))
     figures = chosen.figures | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
-    metric = f"{list(levels)[-1]}, shifted"
-    return TaskResult(
-        table_rows(columns), metric, against_best(columns), figures, differences=differences(columns)
-    )  # fmt: skip
-
-
-def _fold(
-    cells: Mapping[str, Mapping[str, Any]],
-    labels: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
-    neighbors: int,
-    baselines: BaselineCache,
-) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(column, features and classifier, predicted classes) of one fold."""
-    seen = {level: {kind: values[train] for kind, values in features.items()} for level, features in cells.items()}
-    fitted = {level: fit_all(features, labels[train], neighbors, baselines) for level, features in seen.items()}
-    together = {kind: _stacked([features[kind] for features in seen.values()]) for kind in seen[WHOLE]}
-    on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors, baselines)
-    for name in on_all:
-        kind = name.partition(" + ")[0]
-        yield WHOLE, name, fitted[WHOLE][name].predict(cells[WHOLE][kind][test])
-        for level in (level for level in cells if level != WHOLE):
-            tested = cells[level][kind][test]
-            yield f"{level}, matched", name, fitted[level][name].predict(tested)
-            yield f"{level}, shifted", name, fitted[WHOLE][name].predict(tested)
-            yield f"{level}, trained on all levels", name, on_all[name].predict(tested)
+    return TaskResult.from_columns(predictions.accuracies(), figures, metric=f"{list(levels)[-1]}, shifted")
 
 
 def _stacked(features: list[Any]) -> Any:
@@ -104,8 +82,8 @@ class LowDepth:
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
     """Keep each count with probability `frac`."""
-    kept = generator.binomial(counts.data, frac).astype(counts.dtype)
-    thinned = sp.csr_matrix((kept, counts.indices.copy(), counts.indptr.copy()), shape=counts.shape)
+    thinned = counts.copy()
+    thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
     thinned.eliminate_zeros()
     return thinned
 
@@ -122,9 +100,8 @@ class MissingGenes:
 
 def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
     """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
-    expressed = np.unique(counts.indices)
-    kept = np.zeros(counts.shape[1], bool)
-    kept[generator.permutation(expressed)[:n]] = True
-    few = sp.csr_matrix((counts.data * kept[counts.indices], counts.indices.copy(), counts.indptr.copy()), counts.shape)
+    kept = np.isin(np.arange(counts.shape[1]), generator.permutation(np.unique(counts.indices))[:n])
+    few = counts.copy()
+    few.data = counts.data * kept[counts.indices]
     few.eliminate_zeros()
     return few

@@ -7,7 +7,6 @@ same genes and folds: the model's vectors (input and decoder); the same of the u
 principal components of training cells; mean, spread and detection rate of a gene in training cells, which are quite
 informative (ribosomal genes are high, transcription factors low); random vectors.
 
-The task reads no cells of the dataset: its result depends on the model alone and is computed once for all datasets.
 Intervals are over genes and repetitions (`evaluate.scores`); gene sets are taken as given.
 """
 
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -25,106 +25,49 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.parts.tasks import GeneEmbeddingConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import ScoreColumn, against_best, differences, table_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
-from cellmill.evaluate.tasks.genes import (
-    all_gene_vectors,
-    auroc_terms,
-    expression_statistics,
-    loadings,
-    read_gene_sets,
-    read_genes,
-)
+from cellmill.evaluate.scores import ScoreColumn, table_rows
+from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.tasks.genes import GeneTask, auroc_terms, expression_statistics, read_gene_sets, read_genes
 
 SETS, FACTORS = "gene sets", "transcription factors"
 STATISTICS = "mean, spread and detection of genes"
 
 
-class GeneEmbedding:
-    def __init__(self, config: GeneEmbeddingConfig) -> None:
-        self.config = config
-        self._known: tuple[EvaluatedModel, TaskResult] | None = None
+class GeneEmbedding(GeneTask):
+    config: GeneEmbeddingConfig
 
-    def run(self, context: Context) -> TaskResult:
-        """A column for gene sets, their mean, and one for transcription factors; skipped without gene vectors."""
-        if self._known is None or self._known[0] is not context.model:  # once for all datasets
-            self._known = context.model, self._judged(context)
-        return self._known[1]
-
-    def _judged(self, context: Context) -> TaskResult:
-        config, model = self.config, context.model
-        vectors = all_gene_vectors(model)
-        if not vectors:
-            return TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
-        profiles = model.training_profiles()
+    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
+        """A column for gene sets, their mean, and one for transcription factors."""
+        config, fewest = self.config, max(self.config.min_genes, context.options.folds)
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
-        features = vectors | loadings(model) | {STATISTICS: expression_statistics(profiles)}
-        asked: dict[str, dict[str, np.ndarray]] = {}
+        features = vectors | {STATISTICS: expression_statistics(profiles)}
+        members: dict[str, dict[str, np.ndarray]] = {}
         figures: dict[str, Any] = {"genes": int(expressed.sum())}
         if config.gene_sets is not None:
-            asked[SETS], told = self._members(context, Path(config.gene_sets), expressed)
-            figures |= told
+            path = Path(config.gene_sets)
+            members[SETS], found = _members(context, path, read_gene_sets(path), expressed, fewest)
+            figures |= found
         if config.transcription_factors is not None:
             path = Path(config.transcription_factors)
-            asked[FACTORS], told = self._members(context, path, expressed, read_genes(path))
-            figures |= {f"{FACTORS}: {key}": value for key, value in told.items()}
-        columns, of_sets = [], {}
+            members[FACTORS], found = _members(context, path, {path.stem: read_genes(path)}, expressed, fewest)
+            figures |= {f"{FACTORS}: {key}": value for key, value in found.items()}
+        columns, by_set = [], {}
         with threadpool_limits(1):  # small problems: threads cost more than they save
-            for heading, sets in asked.items():
-                if not sets:
-                    continue
-                found = self._terms(context, features, sets, expressed)
-                mean = {name: np.mean(terms, axis=0) for name, terms in found.items()}
-                columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", mean))
-                if heading != FACTORS:
-                    of_sets = {name: np.nanmean(terms, axis=2) for name, terms in found.items()}
+            for heading, sets in members.items():
+                if sets:
+                    terms = self._terms(context, features, sets, expressed)
+                    means = {name: np.mean(values, axis=0) for name, values in terms.items()}
+                    columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
+                    if heading == SETS:
+                        by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
-            few = f"no set has {self._fewest(context)} genes that the model knows and its training cells express"
+            few = f"no set has {fewest} genes that the model knows and its training cells express"
             return TaskResult(figures=figures, skipped=f"{few} (min_genes, evaluate.folds)")
-        names = [*asked.get(SETS, {})]
-        rows = [
-            row | {f"AUROC of {name}_repetitions": of_sets[row["name"]][at].tolist() for at, name in enumerate(names)}
-            for row in table_rows(columns)
-        ]
-        return TaskResult(rows, columns[0].heading, against_best(columns), figures, differences=differences(columns))
-
-    def _fewest(self, context: Context) -> int:
-        return max(self.config.min_genes, context.options.folds)
-
-    def _members(
-        self, context: Context, path: Path, expressed: np.ndarray, listed: list[str] | None = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Vocabulary rows of each set that is large enough, ascending, and figures; prints the coverage.
-
-        `listed` is the one set of a file that is no GMT. Raises DataError if no name of the file is a known gene.
-        """
-        sets = {path.stem: listed} if listed is not None else read_gene_sets(path)
-        names = {name for genes in sets.values() for name in genes}
-        rows = rows_of_names(names, context.model.vocabulary)
-        n_known = sum(row >= 0 for row in rows.values())
-        if not n_known:
-            first = min(names)
-            raise DataError(
-                f"{path}: none of its {len(names):,} genes is one of the model's, such as {first!r}; name genes by "
-                "Ensembl id or current symbol, of the model's organism"
-            )
-        usable = {
-            name: np.unique([row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]).astype(np.int64)
-            for name, genes in sets.items()
-        }
-        fewest, n_genes = self._fewest(context), int(expressed.sum())
-        kept = {name: of for name, of in usable.items() if fewest <= len(of) <= n_genes - fewest}
-        left_out = sorted(set(sets) - set(kept))
-        print(
-            f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(names):,} genes are the model's; "
-            f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express",
-            flush=True,
-        )
-        if left_out:
-            print(f"{context.dataset}: gene_embedding: left out: {', '.join(left_out)}", flush=True)
-        sizes = {name: len(of) for name, of in kept.items()}
-        figures = {"named_genes": len(names), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
-        return kept, figures | {"left_out": ", ".join(left_out) or "none"}
+        rows = table_rows(columns)
+        for row in rows:
+            for at, name in enumerate(members.get(SETS, {})):
+                row[f"AUROC of {name}_repetitions"] = by_set[row["name"]][at].tolist()
+        return TaskResult.from_columns(columns, figures, rows=rows)
 
     def _terms(
         self,
@@ -141,17 +84,45 @@ class GeneEmbedding:
         for repetition in range(config.seeds):
             generator = np.random.Generator(np.random.Philox(key=[options.seed + repetition, 7]))
             genes = np.sort(np.concatenate([listed, generator.permutation(rest)[: config.max_others]]))
-            given = {name: values[genes] for name, values in features.items()}
             splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for number, rows in enumerate(sets.values()):
                 member = np.isin(genes, rows)
                 for train, test in splitter.split(genes, member):
-                    for name, values in given.items():
-                        scores = _fitted(values[train], member[train]).decision_function(values[test])
+                    for name, values in features.items():
+                        linear = LogisticRegression(solver="newton-cholesky", max_iter=1000, class_weight="balanced")
+                        fitted = make_pipeline(StandardScaler(), linear).fit(values[genes[train]], member[train])
+                        scores = fitted.decision_function(values[genes[test]])
                         terms[name][number, repetition, genes[test]] = auroc_terms(member[test], scores)
         return terms
 
 
-def _fitted(values: np.ndarray, member: np.ndarray) -> Any:
-    classifier = LogisticRegression(solver="newton-cholesky", max_iter=1000, class_weight="balanced")
-    return make_pipeline(StandardScaler(), classifier).fit(values, member)
+def _members(
+    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and figures; prints the coverage.
+
+    Raises DataError if no name of the file is a known gene.
+    """
+    rows = rows_of_names({name for genes in sets.values() for name in genes}, context.model.vocabulary)
+    n_known = sum(row >= 0 for row in rows.values())
+    if not n_known:
+        raise DataError(
+            f"{path}: none of its {len(rows):,} genes is one of the model's, such as {min(rows)!r}; name genes by "
+            "Ensembl id or current symbol, of the model's organism"
+        )
+    n_genes, kept = int(expressed.sum()), {}
+    for name, genes in sets.items():
+        usable = np.unique([row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]).astype(np.int64)
+        if fewest <= len(usable) <= n_genes - fewest:
+            kept[name] = usable
+    left_out = ", ".join(sorted(set(sets) - set(kept)))
+    print(
+        f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(rows):,} genes are the model's; "
+        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express",
+        flush=True,
+    )
+    if left_out:
+        print(f"{context.dataset}: gene_embedding: left out: {left_out}", flush=True)
+    sizes = {name: len(usable) for name, usable in kept.items()}
+    figures = {"named_genes": len(rows), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
+    return kept, figures | {"left_out": left_out or "none"}

@@ -5,6 +5,7 @@ Users' files name genes as sets (GMT), lists or edges; the readers return names,
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -14,7 +15,7 @@ from scipy.stats import rankdata
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED
-from cellmill.evaluate.task import COMPONENTS, EvaluatedModel
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, TaskResult
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
@@ -22,16 +23,34 @@ OF_GENES = f"{EMBEDDING} of genes"
 RANDOM = "random vectors"
 
 
+class GeneTask:
+    """Task on the vectors of genes: it reads no cells of a dataset, so its result is computed once for all of them."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._known: tuple[EvaluatedModel, TaskResult] | None = None
+
+    def run(self, context: Context) -> TaskResult:
+        """Scores of each kind of gene features; skipped for a model without gene vectors."""
+        model = context.model
+        if self._known is None or self._known[0] is not model:
+            if vectors := all_gene_vectors(model):
+                result = self.judge(context, vectors | loadings(model), model.training_profiles())
+            else:
+                result = TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
+            self._known = model, result
+        return self._known[1]
+
+    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
+        """Scores of `vectors` (genes, width) by name; `profiles` (cells, genes) are log-normalised training cells."""
+        raise NotImplementedError
+
+
 def gene_features(model: EvaluatedModel) -> dict[str, np.ndarray]:
-    """Features of the vocabulary's genes by name, (genes, width): embeddings, and loadings of training cells' PCA."""
-    features = loadings(model)
-    for name, network in (
-        (OF_GENES, model.network),
-        (f"{UNTRAINED} {EMBEDDING} of genes", model.untrained),
-    ):
-        if (values := gene_embeddings(network)) is not None:
-            features[name] = values
-    return features
+    """Features of the vocabulary's genes by name, (genes, width): loadings of training cells' PCA, and embeddings."""
+    named = ((OF_GENES, model.network), (f"{UNTRAINED} {EMBEDDING} of genes", model.untrained))
+    embeddings = {name: values for name, network in named if (values := gene_embeddings(network)) is not None}
+    return loadings(model) | embeddings
 
 
 def loadings(model: EvaluatedModel) -> dict[str, np.ndarray]:
@@ -41,10 +60,8 @@ def loadings(model: EvaluatedModel) -> dict[str, np.ndarray]:
 
 
 def all_gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
-    """Vectors of the vocabulary's genes in the model by name, (genes, width) each: of its input and of its decoder.
-
-    Behind them those of the model untrained, and random ones of the first's width. Empty for a model without any.
-    """
+    """Vectors of the vocabulary's genes by name, (genes, width): in the model's input and decoder, in the same of the
+    untrained model, and random ones of the first's width. Empty for a model without any."""
     own = _tables(model.network)
     if not own:
         return {}

@@ -7,7 +7,6 @@ decoder, and untrained), centred over all genes because what all vectors share s
 loadings of principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation may be
 negative, so `absolute` ranks by size. `random` is the mean score of random rankings.
 
-The task reads no cells of the dataset: its result depends on the model alone and is computed once for all datasets.
 AUROC and AUPRC are means over factors, and a factor is one draw in the interval (`evaluate.scores`). Scores over all
 pairs are given beside them.
 """
@@ -15,7 +14,6 @@ pairs are given beside them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,9 +23,9 @@ from cellmill.config.parts.tasks import GrnConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import ScoreColumn, against_best, differences, table_rows
-from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult
-from cellmill.evaluate.tasks.genes import RANDOM, Edge, all_gene_vectors, auroc, average_precision, loadings, read_edges
+from cellmill.evaluate.scores import ScoreColumn, table_rows
+from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.tasks.genes import RANDOM, Edge, GeneTask, auroc, average_precision, read_edges
 
 SCORES = {"AUROC": auroc, "AUPRC": average_precision}
 DRAWS = 20  # random rankings
@@ -45,71 +43,53 @@ class Regulation:
     @property
     def candidate(self) -> np.ndarray:
         """(factors, targets) bool: pairs of two different genes."""
-        pairs: np.ndarray = self.factors[:, None] != self.targets
-        return pairs
+        return np.asarray(self.factors[:, None] != self.targets)
 
 
-class Grn:
-    def __init__(self, config: GrnConfig) -> None:
-        self.config = config
-        self._known: tuple[EvaluatedModel, TaskResult] | None = None
+class Grn(GeneTask):
+    config: GrnConfig
 
-    def run(self, context: Context) -> TaskResult:
+    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes of the model."""
-        if self._known is None or self._known[0] is not context.model:  # once for all datasets
-            self._known = context.model, self._judged(context)
-        return self._known[1]
-
-    def _judged(self, context: Context) -> TaskResult:
-        path, model = Path(self.config.edges), context.model
-        vectors = {name: of for name, of in all_gene_vectors(model).items() if name != RANDOM}
-        if not vectors:
-            return TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
-        profiles = model.training_profiles()
-        expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        config, path, vocabulary = self.config, Path(self.config.edges), context.model.vocabulary
         edges = read_edges(path)
-        known = known_edges(edges, model.vocabulary, expressed)
-        self._check(path, edges, len(known), model.vocabulary)
-        network = network_of(known, model.vocabulary, self.config.min_targets)
+        known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
+        if (n_known := len(known)) < config.min_edges:
+            named = rows_of_names((name for edge in edges for name in edge), vocabulary)
+            absent = sorted(name for name, row in named.items() if row < 0)
+            such = f", not {', '.join(absent[:3])}" if absent else ""
+            raise DataError(
+                f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or "
+                f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
+                f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
+            )
+        network = network_of(known, vocabulary, config.min_targets)
         line = (
-            f"{len(known):,} of {len(edges):,} edges have two genes that the model knows and its training cells "
-            f"express; {len(network.factors):,} factors have {self.config.min_targets} targets or more"
+            f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
+            f"express; {len(network.factors):,} factors have {config.min_targets} targets or more"
         )
         print(f"{context.dataset}: grn: {path}: {line}", flush=True)
-        if network.left_out:
-            print(f"{context.dataset}: grn: left out: {', '.join(network.left_out)}", flush=True)
+        if left_out := ", ".join(network.left_out):
+            print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
         if not len(network.factors):
             raise DataError(f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges")
-        similarities = self._similarities(vectors | loadings(model), network, profiles)
+        similarities = {name: _cosines(values, network) for name, values in vectors.items() if name != RANDOM}
+        ends = [profiles[:, genes].toarray() for genes in (network.factors, network.targets)]
+        similarities["co-expression, Pearson"] = correlations(*ends)
+        similarities["co-expression, Spearman"] = correlations(*(rankdata(values, axis=0) for values in ends))
+        if config.absolute:
+            similarities = {name: np.abs(values) for name, values in similarities.items()}
         columns, pooled = scores_of(similarities, network, context.options.seed)
-        figures: dict[str, Any] = {"edges": len(edges), "known_edges": len(known), "factors": len(network.factors)}
-        figures |= {"targets": len(network.targets), "share_of_edges": float(network.edge[network.candidate].mean())}
-        figures["left_out"] = ", ".join(network.left_out) or "none"
+        figures = {
+            "edges": len(edges),
+            "known_edges": n_known,
+            "factors": len(network.factors),
+            "targets": len(network.targets),
+            "share_of_edges": float(network.edge[network.candidate].mean()),
+            "left_out": left_out or "none",
+        }
         rows = [row | pooled[row["name"]] for row in table_rows(columns)]
-        return TaskResult(rows, columns[0].heading, against_best(columns), figures, differences=differences(columns))
-
-    def _check(self, path: Path, edges: list[Edge], n_known: int, vocabulary: Vocabulary) -> None:
-        if n_known >= self.config.min_edges:
-            return
-        rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
-        absent = sorted(name for name, row in rows.items() if row < 0)
-        such = f", not {', '.join(absent[:3])}" if absent else ""
-        raise DataError(
-            f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or its "
-            f"training cells do not express; expected {self.config.min_edges:,} others, got {n_known:,}: name genes by "
-            f"Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
-        )
-
-    def _similarities(
-        self, vectors: Mapping[str, np.ndarray], network: Regulation, profiles: sp.csr_matrix
-    ) -> dict[str, np.ndarray]:
-        """(factors, targets) float64 by features."""
-        found = {name: _cosines(values, network) for name, values in vectors.items()}
-        of_factors, of_targets = (profiles[:, genes].toarray() for genes in (network.factors, network.targets))
-        found["co-expression, Pearson"] = correlations(of_factors, of_targets)
-        ranks = (rankdata(values, axis=0) for values in (of_factors, of_targets))
-        found["co-expression, Spearman"] = correlations(*ranks)
-        return {name: np.abs(values) if self.config.absolute else values for name, values in found.items()}
+        return TaskResult.from_columns(columns, figures, rows=rows)
 
 
 def scores_of(
@@ -120,26 +100,25 @@ def scores_of(
     pooled: dict[str, dict[str, float]] = {name: {} for name in (*similarities, "random")}
     for score, function in SCORES.items():
         heading = f"{score}, all pairs"
-        scores = {name: _by_factor(function, network, values) for name, values in similarities.items()}
+        scores = {}
         for name, values in similarities.items():
-            pooled[name][heading] = function(network.edge[network.candidate], values[network.candidate])
+            scores[name], pooled[name][heading] = _scores(function, network, values)
         generator = np.random.Generator(np.random.Philox(key=[seed, 8]))
-        of_factors, of_all = [], []
-        for _ in range(DRAWS):
-            drawn = generator.random(network.edge.shape)
-            of_factors.append(_by_factor(function, network, drawn))
-            of_all.append(function(network.edge[network.candidate], drawn[network.candidate]))
-        scores["random"], pooled["random"][heading] = np.mean(of_factors, axis=0), float(np.mean(of_all))
+        drawn = [_scores(function, network, generator.random(network.edge.shape)) for _ in range(DRAWS)]
+        scores["random"] = np.mean([by_factor for by_factor, _ in drawn], axis=0)
+        pooled["random"][heading] = float(np.mean([of_all for _, of_all in drawn]))
         columns.append(ScoreColumn(score, f"{score} of edges", scores))
     return columns, pooled
 
 
-def _by_factor(
+def _scores(
     function: Callable[[np.ndarray, np.ndarray], float], network: Regulation, values: np.ndarray
-) -> np.ndarray:
-    """(1, factors) float64: scores of each factor's candidates."""
-    lines = zip(network.edge, network.candidate, values)
-    return np.array([[function(edge[pair], of[pair]) for edge, pair, of in lines]])
+) -> tuple[np.ndarray, float]:
+    """Scores of each factor's candidates, (1, factors) float64, and of all candidates together."""
+    candidate = network.candidate
+    lines = zip(network.edge, candidate, values)
+    by_factor = np.array([[function(edge[pair], of_factor[pair]) for edge, pair, of_factor in lines]])
+    return by_factor, function(network.edge[candidate], values[candidate])
 
 
 def known_edges(edges: list[Edge], vocabulary: Vocabulary, usable: np.ndarray) -> np.ndarray:
@@ -170,8 +149,7 @@ def _cosines(values: np.ndarray, network: Regulation) -> np.ndarray:
     """(factors, targets) float64: cosines of vectors (genes, width), centred over the genes."""
     centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
     unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
-    cosines: np.ndarray = unit[network.factors] @ unit[network.targets].T
-    return cosines
+    return np.asarray(unit[network.factors] @ unit[network.targets].T)
 
 
 def _standard(values: np.ndarray) -> np.ndarray:

@@ -16,12 +16,11 @@ batches are left out, each is one repetition (`evaluate.scores`). The hidden gen
 Legend: C cells, G genes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
-from sklearn.decomposition import PCA
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
 from sklearn.neighbors import KNeighborsRegressor
@@ -34,10 +33,10 @@ from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, differences, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best
+from cellmill.evaluate.task import COMPONENTS, Context, TaskResult, pca
 from cellmill.evaluate.tasks.changes import ALPHAS
-from cellmill.evaluate.tasks.classify import splits_of
+from cellmill.evaluate.tasks.classify import Split, splits_of
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, measured_genes, own_expression
 
 METRICS: Mapping[str, str] = {
@@ -78,7 +77,6 @@ FEWEST_CELLS = 4  # of a training or test fold
 OWN = f"{EMBEDDING} + decoder"
 MEANS = "gene means"
 COMPONENTS_OF_VISIBLE = f"PCA{COMPONENTS} of visible genes"
-Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, indices of training and of test cells
 
 
 class Imputation:
@@ -96,53 +94,51 @@ class Imputation:
         role, folds = self._folds(context, cells)
         if not folds:
             return TaskResult(skipped=f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
-        counts = read_rows(context.reader, np.isin(np.arange(context.reader.n_obs), cells))
+        counts = read_rows(context.reader, cells)
         genes = self._hidden(context, counts)
         if not len(genes):
             return TaskResult(skipped=f"{self.config.min_cells} scored cells express no gene (min_cells)")
         hidden = HiddenGenes(context, counts, genes)
+        figures = {
+            "n_cells": len(cells),
+            "hidden_genes": len(genes),
+            "measured_genes": len(hidden.measured),
+            "folds_of": role,
+            "folds": len(folds),
+            "neighbors": self.config.neighbors,
+        }
         print(
             f"{context.dataset}: imputation: {len(genes):,} of {len(hidden.measured):,} measured genes are hidden, "
-            f"{len(cells):,} cells, folds of {role or 'cells'}",
+            f"{len(cells):,} cells, folds of {role}",
             flush=True,
         )
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
             columns = self._columns(hidden, folds)
-        figures: dict[str, Any] = {
-            "n_cells": len(cells),
-            "hidden_genes": len(genes),
-            "measured_genes": len(hidden.measured),
-        }
-        figures |= {"folds_of": role or "cells", "folds": len(folds), "neighbors": self.config.neighbors}
-        judged = [column for column in columns if column.heading != "MSE"]
-        return TaskResult(
-            table_rows(columns), columns[0].heading, against_best(judged), figures, differences=differences(columns)
-        )
+        verdicts = against_best(column for column in columns if column.heading != "MSE")
+        return TaskResult.from_columns(columns, figures, verdicts=verdicts)
 
-    def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
-        """Role that is left out by value (empty for cells), and the folds."""
+    def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
+        """Role that is left out by value, or cells, and the folds."""
         for role in ("donor", "batch"):
             if role in context.roles:
-                groups = context.roles[role].iloc[cells]
-                splits = [
-                    split for split in splits_of(groups, self.config.most_folds) if min(map(len, split)) >= FEWEST_CELLS
-                ]
-                if splits:
-                    return role, [(number, *split) for number, split in enumerate(splits)]
+                pairs = splits_of(context.roles[role].iloc[cells], self.config.most_folds)
+                if large := [pair for pair in pairs if min(map(len, pair)) >= FEWEST_CELLS]:
+                    return role, [(number, *pair) for number, pair in enumerate(large)]
         options = context.options
         if len(cells) < FEWEST_CELLS * options.folds:
-            return "", []
-        splitters = (
-            KFold(options.folds, shuffle=True, random_state=options.seed + at) for at in range(self.config.seeds)
-        )
-        return "", [(at, *split) for at, splitter in enumerate(splitters) for split in splitter.split(cells)]
+            return "cells", []
+        seeds = range(self.config.seeds)
+        folded = [KFold(options.folds, shuffle=True, random_state=options.seed + repetition) for repetition in seeds]
+        return "cells", [(number, *pair) for number, folds in enumerate(folded) for pair in folds.split(cells)]
 
     def _hidden(self, context: Context, counts: Any) -> np.ndarray:
         """Rows of the vocabulary to hide, ascending."""
         vocabulary = context.model.vocabulary
         target = match_columns(context.reader, vocabulary).target
-        of_vocabulary = select_columns(counts, target, vocabulary.n_genes)
-        expressed = np.bincount(of_vocabulary.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
+        expressed_in = np.bincount(
+            select_columns(counts, target, vocabulary.n_genes).indices, minlength=vocabulary.n_genes
+        )
+        expressed = expressed_in >= self.config.min_cells
         if self.config.genes is None:
             known = np.flatnonzero(expressed)
             n = min(round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1)
@@ -150,7 +146,7 @@ class Imputation:
             return np.sort(generator.permutation(known)[: max(n, 0)])
         rows = rows_of_names(self.config.genes, vocabulary)
         known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(np.int64)
-        if not len(known) or len(known) >= len(measured_genes(context)):
+        if not 0 < len(known) < len(measured_genes(context)):
             raise DataError(
                 f"evaluate.tasks.imputation.genes: {len(known):,} of {len(rows):,} are genes of the model that "
                 f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
@@ -160,57 +156,49 @@ class Imputation:
             print(f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}", flush=True)
         return known
 
-    def _columns(self, hidden: HiddenGenes, folds: list[Fold]) -> list[ScoreColumn]:
+    def _columns(self, hidden: HiddenGenes, folds: list[Split]) -> list[ScoreColumn]:
+        """A column for each metric: means over the folds of a repetition, of the methods that have the metric."""
         seen, model = hidden.expression(), hidden.context.model
-        vectors = hidden.embedded(model.network)
+        vectors, profiles = hidden.embedded(model.network), log_normalise(hidden.visible)
         own = own_expression(hidden, vectors)
-        profiles = log_normalise(hidden.visible)
+        features = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         numbers: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        embedded = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
         for repetition, train, test in folds:
-            features = embedded | {COMPONENTS_OF_VISIBLE: _components(profiles, train)}
-            predicted = dict(fitted(features, seen, train, test, self.config.neighbors))
-            if own is not None:
-                predicted = {OWN: own[test], **predicted}
-            for name, values in predicted.items():
+            components = pca((len(train), profiles.shape[1])).fit(profiles[train])
+            features[COMPONENTS_OF_VISIBLE] = np.asarray(components.transform(profiles), np.float64)
+            predicted = {} if own is None else {OWN: own[test]}
+            for name, values in (predicted | fitted(features, seen, train, test, self.config.neighbors)).items():
                 for metric, scores in expression_scores(values, seen[test]).items():
-                    shape = n_repetitions, seen.shape[1 if metric in BY_GENE else 0]
-                    at = slice(None) if metric in BY_GENE else test
+                    by_gene = metric in BY_GENE
+                    shape, at = (n_repetitions, seen.shape[by_gene]), slice(None) if by_gene else test
                     defined = np.isfinite(scores)
                     sums[metric].setdefault(name, np.zeros(shape))[repetition, at] += np.where(defined, scores, 0)
                     numbers[metric].setdefault(name, np.zeros(shape))[repetition, at] += defined
-        return [column for metric in METRICS if (column := _column(metric, sums[metric], numbers[metric])).scores]
+        columns = []
+        for metric, words in METRICS.items():
+            means = {
+                name: np.divide(total, n, out=np.full(total.shape, np.nan), where=n > 0)
+                for name, total in sums[metric].items()
+                if (n := numbers[metric][name]).any()
+            }
+            if means:
+                columns.append(ScoreColumn(metric, words, means))
+        return columns
 
 
 def fitted(
     features: Mapping[str, np.ndarray], seen: np.ndarray, train: np.ndarray, test: np.ndarray, neighbors: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(method, expression (test cells, G)) by what is fitted on the training cells alone.
+) -> dict[str, np.ndarray]:
+    """Expression (test cells, G) by method, of what is fitted on the training cells alone.
 
     `features` by name are (C, width), `seen` (C, G), of which the rows of training cells are read.
     """
+    predicted = {}
     for kind, values in features.items():
         ridge = make_pipeline(StandardScaler(), RidgeCV(ALPHAS)).fit(values[train], seen[train])
-        yield f"{kind} + ridge", ridge.predict(values[test])
         nearest = KNeighborsRegressor(min(neighbors, len(train))).fit(values[train], seen[train])
-        yield f"{kind} + kNN", nearest.predict(values[test])
-    yield MEANS, np.tile(seen[train].mean(0), (len(test), 1))
-
-
-def _components(profiles: Any, train: np.ndarray) -> np.ndarray:
-    """(C, components): of the training cells' profiles, of all cells."""
-    n = max(1, min(COMPONENTS, len(train) - 1, profiles.shape[1] - 1))
-    components = PCA(n, svd_solver="arpack", random_state=0).fit(profiles[train])
-    return np.asarray(components.transform(profiles), np.float64)
-
-
-def _column(metric: str, sums: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray]) -> ScoreColumn:
-    """Means over the folds of a repetition, of the methods for which the metric is defined."""
-    means = {
-        name: np.divide(of, numbers[name], out=np.full(of.shape, np.nan), where=numbers[name] > 0)
-        for name, of in sums.items()
-        if numbers[name].any()
-    }
-    return ScoreColumn(metric, METRICS[metric], means)
+        predicted[f"{kind} + ridge"] = ridge.predict(values[test])
+        predicted[f"{kind} + kNN"] = nearest.predict(values[test])
+    return predicted | {MEANS: np.tile(seen[train].mean(0), (len(test), 1))}

@@ -48,7 +48,7 @@ import pandas as pd
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
-from cellmill.evaluate.scores import ScoreColumn, against_best, differences, is_own, kind_of, table_rows
+from cellmill.evaluate.scores import ScoreColumn, is_own, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult
 from cellmill.evaluate.tasks.changes import (
     Fold,
@@ -79,21 +79,12 @@ def change_scores(
 ) -> dict[str, np.ndarray]:
     """Scores of each unit by metric, (units,) float64; NaN where one is not defined.
 
-    Parameters
-    ----------
-    predicted, seen
-        Changes, `(units, genes)`, of units that are tested together.
-    perturbed
-        `(units, genes)` bool: genes that the unit perturbs.
-    top_genes
-        Number of genes of largest seen change whose direction counts.
-
-    Notes
-    -----
-    Pearson is not defined for a constant prediction, nor are directions where nothing is predicted to change.
-    Discrimination is 1 if the prediction is nearer (in mean absolute difference) to the unit's own seen change than to
-    that of any other unit, 0 if farther, and the share of the others that are farther between (Wu et al. 2024,
-    PerturBench; ties count half). It is not defined for a single unit.
+    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together, `perturbed` (bool) the
+    genes that a unit perturbs. The direction counts of the `top_genes` of largest seen change. Pearson is not defined
+    for a constant prediction, nor are directions where nothing is predicted to change. Discrimination is 1 if the
+    prediction is nearer (in mean absolute difference) to the unit's own seen change than to any other unit's, 0 if
+    farther, and the share of the others that are farther between (Wu et al. 2024, PerturBench; ties count half). It is
+    not defined for a single unit.
     """
     scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
     for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
@@ -143,8 +134,6 @@ def write_changes(
         },
         index=context.reader.obs.index[cells],
     )
-    vocabulary = context.model.vocabulary
-    symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
     about = {
         "perturbations": np.array(changes.names, object),
         "methods": np.array([*changes.by_method], object),
@@ -155,12 +144,13 @@ def write_changes(
         "model_digest": model_digest,
         "n_folds": changes.n_folds,
     }
-    made = ad.AnnData(
-        profiles.expression[cells], obs, pd.DataFrame({"symbol": symbols}, index=ids), uns={ABOUT_CHANGES: about}
-    )
+    vocabulary = context.model.vocabulary
+    symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
+    var = pd.DataFrame({"symbol": symbols}, index=ids)
+    adata = ad.AnnData(profiles.expression[cells], obs, var, uns={ABOUT_CHANGES: about})
     with create_h5(path) as file:
-        write_anndata(file, made)
-    return made
+        write_anndata(file, adata)
+    return adata
 
 
 CEILING = "split halves"
@@ -187,101 +177,74 @@ class Perturbation:
             folds = list(folds_of(context, self.config, units, held_out))
             figures |= self._figures(context, held_out, units, folds)
             if folds:
-                found = self._scores(context, profiles, units, folds, held_out)
-                columns += (of_role := _columns(found, held_out))
-                ceilings += [ScoreColumn(c.heading, c.metric, {CEILING: c.scores.pop(CEILING)}) for c in of_role]
+                scores = self._scores(context, profiles, units, folds, held_out)
+                for metric, words in METRICS.items():
+                    defined = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
+                    ceiling = defined.pop(CEILING, None)
+                    if defined and ceiling is not None:
+                        named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
+                        columns.append(ScoreColumn(*named, defined, lower_is_better=metric == "MAE"))
+                        ceilings.append(ScoreColumn(*named, {CEILING: ceiling}))
         if not columns:
             reasons = "; ".join(str(value) for key, value in figures.items() if key.endswith("no_folds"))
             return TaskResult(figures=figures, skipped=reasons or "no stratum has enough controls")
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
-        compared = [column for column in columns if any(map(is_own, column.scores))]
-        return TaskResult(
-            rows, columns[0].heading, against_best(compared), figures, differences=differences(compared)
-        )  # fmt: skip
+        judged = [column for column in columns if any(map(is_own, column.scores))]
+        return TaskResult.from_columns(columns, figures, judged, rows=rows)
 
     def _figures(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
-        tested = np.unique(np.concatenate([test for _, _, test in folds])) if folds else np.array([], np.int64)
+        tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
+        genes, groups = dict(zip(units.perturbation, genes_of(context, units.perturbation))), np.unique(units.group)
         figures: dict[str, Any] = {
             f"{held_out}_perturbations_tested": len(np.unique(units.perturbation[tested])),
-            f"{held_out}_perturbations_with_a_gene": sum(
-                map(bool, dict(zip(units.perturbation, genes_of(context, units.perturbation))).values())
-            ),
-            f"{held_out}_groups": len(np.unique(units.group)),
+            f"{held_out}_perturbations_with_a_gene": sum(map(bool, genes.values())),
+            f"{held_out}_groups": len(groups),
             f"{held_out}_folds": len(folds),
             f"{held_out}_left_out": ", ".join(units.left_out) or "none",
         }
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
-            few = f"{len(np.unique(units.group))} values have {self.config.min_cells} cells (min_cells); two are needed"
-            figures[f"{held_out}_no_folds"] = (
-                f"held out {held_out}: {seen if not units.unseen.any() and len(units) else few}"
-            )
+            few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
+            reason = seen if not units.unseen.any() and len(units) else few
+            figures[f"{held_out}_no_folds"] = f"held out {held_out}: {reason}"
         return figures
 
     def _scores(
         self, context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
     ) -> dict[str, dict[str, np.ndarray]]:
-        """(repetitions, units) by metric and method."""
+        """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
         given, measured = profiles.control_means(0), profiles.control_means(1)
         scored = scored_units(context, units)
         seen = profiles.changes(scored, len(units), measured)
-        place = {int(row): at for at, row in enumerate(profiles.genes)}
-        perturbed = np.zeros(seen.shape, bool)
-        for unit, rows in enumerate(genes_of(context, units.perturbation)):
-            perturbed[unit, [place[row] for row in rows if row in place]] = True
-        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        genes = genes_of(context, units.perturbation)
+        perturbed = np.stack([np.isin(profiles.genes, rows) for rows in genes])
+        shape = 1 + max(repetition for repetition, _, _ in folds), len(units)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for repetition, test, predicted in predictions(context, profiles, units, folds, held_out):
-            for name, change in predicted.items():
-                of_method = change_scores(change, seen[test], perturbed[test], self.config.top_genes)
-                _record(scores, name, of_method, test, (n_repetitions, len(units)), repetition)
-            first, second = _halves(scored, units, profiles, (given, measured), context.options.seed + repetition)
-            ceiling = change_scores(first[test], second[test], perturbed[test], self.config.top_genes)
-            _record(scores, CEILING, ceiling, test, (n_repetitions, len(units)), repetition)
-        return {metric: {name: _by_perturbation(v, units) for name, v in of.items()} for metric, of in scores.items()}
+            halves = _halves(scored, units, profiles, (given, measured), context.options.seed + repetition)
+            pairs = {name: (change, seen[test]) for name, change in predicted.items()}
+            for name, (change, truth) in (pairs | {CEILING: (halves[0][test], halves[1][test])}).items():
+                by_metric = change_scores(change, truth, perturbed[test], self.config.top_genes)
+                for metric, values in by_metric.items():
+                    scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
+        names, number = np.unique(units.perturbation, return_inverse=True)
+        member = np.eye(len(names))[number]
+        for by_method in scores.values():
+            for name, values in by_method.items():
+                n = np.isfinite(values) @ member
+                sums = np.nan_to_num(values) @ member
+                by_method[name] = np.divide(sums, n, out=np.full(n.shape, np.nan), where=n > 0)
+        return scores
 
 
 def _halves(
     scored: np.ndarray, units: Units, profiles: Profiles, controls: tuple[np.ndarray, np.ndarray], seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> list[np.ndarray]:
     """Changes of two halves of each unit's scored cells, each from its own half of the controls."""
     generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
     order = generator.permutation(len(scored))
     order = order[np.argsort(scored[order], kind="stable")]
-    place = np.empty(len(scored), np.int64)
-    place[order] = np.arange(len(scored))
-    parts = [np.where(place % 2 == half, scored, -1) for half in (0, 1)]
-    first, second = (profiles.changes(part, len(units), mean) for part, mean in zip(parts, controls))
-    return first, second
-
-
-def _record(
-    scores: dict[str, dict[str, np.ndarray]],
-    name: str,
-    of_units: dict[str, np.ndarray],
-    test: np.ndarray,
-    shape: tuple[int, int],
-    repetition: int,
-) -> None:
-    """Put the scores of the tested units into those of all, (repetitions, units) with NaN where not tested."""
-    for metric, values in of_units.items():
-        scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
-
-
-def _by_perturbation(values: np.ndarray, units: Units) -> np.ndarray:
-    """(repetitions, perturbations): means over the units of a perturbation."""
-    names, number = np.unique(units.perturbation, return_inverse=True)
-    member = np.eye(len(names))[number]
-    n = np.isfinite(values) @ member
-    return np.divide(np.nan_to_num(values) @ member, n, out=np.full(n.shape, np.nan), where=n > 0)
-
-
-def _columns(scores: dict[str, dict[str, np.ndarray]], held_out: str) -> list[ScoreColumn]:
-    """A column for each metric that is defined for more than the ceiling."""
-    columns = []
-    for metric, words in METRICS.items():
-        of_methods = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
-        if CEILING in of_methods and len(of_methods) > 1:
-            named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
-            columns.append(ScoreColumn(*named, of_methods, lower_is_better=metric == "MAE"))
-    return columns
+    position = np.empty(len(scored), np.int64)
+    position[order] = np.arange(len(scored))
+    parts = [np.where(position % 2 == half, scored, -1) for half in (0, 1)]
+    return [profiles.changes(part, len(units), mean) for part, mean in zip(parts, controls)]

@@ -100,7 +100,8 @@ def _unknown_labels(context: Context, objective: Objective, cells: np.ndarray) -
             figures |= {f"{name}.{key}" if name else key: value for key, value in counts.figures().items()}
             some = counts.n_unknown < counts.n_labelled
             result = "such cells are not judged" if some else "no cell is judged"
-            notes += [f"{leaf.config.name} of {line}; {result}." for line in counts.problems()]
+            if line := counts.problem():
+                notes.append(f"{leaf.config.name} of {line}; {result}.")
     return figures, notes
 
 
