@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cellmill.parallel.cpu_matmul import product
 from cellmill.parallel.torch_private import flash_attention, softmax_backward
 
-SCORES = 1 << 20
-"""Scores of one tile: 4 MB in float32."""
+SCORES = 1 << 20  # scores of one tile: 4 MB in float32
 
 
 def tiled_attention(
@@ -105,8 +104,7 @@ def _tiles(n: int, causal: bool) -> list[tuple[slice, slice]]:
     ]
 
 
-LONG = 256
-"""Tokens of a cell from which tiled matmuls are faster than torch's kernel on a CPU."""
+LONG = 256  # tokens of a cell from which tiled matmuls are faster than torch's kernel on a CPU
 
 
 def attention(

@@ -117,16 +117,11 @@ class EncoderBatch(Batch):
     `genes` are `<mask>` and `values` 0 where they are hidden.
     """
 
-    value_hidden: torch.Tensor
-    """(tokens,) bool."""
-    center: torch.Tensor
-    """(cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers."""
-    cell: torch.Tensor
-    """(tokens,) int64: index of the token's cell in the batch."""
-    token_keys: torch.Tensor
-    """(tokens,) int64: keys of the dropout."""
-    cell_keys: torch.Tensor
-    """(cells,) int64: keys of the dropout in layers whose rows are cells."""
+    value_hidden: torch.Tensor  # (tokens,) bool
+    center: torch.Tensor  # (cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers
+    cell: torch.Tensor  # (tokens,) int64: index of the token's cell in the batch
+    token_keys: torch.Tensor  # (tokens,) int64: keys of the dropout
+    cell_keys: torch.Tensor  # (cells,) int64: keys of the dropout in layers whose rows are cells
 
     @classmethod
     def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:

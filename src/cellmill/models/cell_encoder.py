@@ -121,10 +121,8 @@ class CellEncoder(Model):
     """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
 
     norm: nn.Module
-    hidden_value: nn.Parameter
-    """(H,): embedding of a hidden value, attached by objectives that hide values."""
-    covariate_prefix: CovariatePrefix | None = None
-    """Tokens of obs columns before the genes of each cell."""
+    hidden_value: nn.Parameter  # (H,): embedding of a hidden value, attached by objectives that hide values
+    covariate_prefix: CovariatePrefix | None = None  # tokens of obs columns before the genes of each cell
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""

@@ -24,14 +24,12 @@ from cellmill.parallel.materialize import Part
 class ParallelPlan:
     """Module names to which parallel layouts are applied."""
 
-    blocks: str
-    """Path of the ModuleList of identical blocks, which are sharded and recomputed one by one."""
+    blocks: str  # path of the ModuleList of identical blocks, which are sharded and recomputed one by one
     compiled: tuple[str, ...] = ()
     """Methods of a block to compile: functions of tensors only, whose first dimension may vary."""
     tensor: Mapping[str, Style] = field(default_factory=dict)
     """Tensor-parallel style of each module by path, with `*` for any block; empty if not supported."""
-    begin: tuple[str, ...] = ()
-    """Modules and parameters that `Model.begin` reads; empty if pipelines are not supported."""
+    begin: tuple[str, ...] = ()  # modules and parameters that `Model.begin` reads; empty if pipelines are not supported
     finish: tuple[str, ...] = ()
     """Modules and parameters that `Model.finish` reads; names in both are tied between first and last stage."""
 
@@ -43,12 +41,10 @@ class Model(nn.Module):
     """
 
     plan: ParallelPlan
-    width: int
-    """H, the width of the residual stream."""
+    width: int  # H, the width of the residual stream
     gene_rows: frozenset[str] = frozenset()
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
-    frozen: frozenset[str] = frozenset()
-    """Parameters that are never trained, whatever the fine-tuning method says."""
+    frozen: frozenset[str] = frozenset()  # parameters that are never trained, whatever the fine-tuning method says
     level_rows: Mapping[str, str] = MappingProxyType({})
     """Parameters with one row per level of an obs column, and the column; `init_from` matches rows by level."""
     heads: tuple[str, ...] | None = None
@@ -56,10 +52,8 @@ class Model(nn.Module):
 
     Of a family that leaves it None, `models.build` takes what `plan.finish` names and `plan.begin` does not.
     """
-    head_activation: type[nn.Module] = nn.GELU
-    """Activation of an objective's heads between linear layer and norm."""
-    head_norm_eps: float = 1e-5
-    """Epsilon of the norms of an objective's heads."""
+    head_activation: type[nn.Module] = nn.GELU  # activation of an objective's heads between linear layer and norm
+    head_norm_eps: float = 1e-5  # epsilon of the norms of an objective's heads
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()

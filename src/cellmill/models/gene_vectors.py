@@ -69,8 +69,7 @@ class VocabularyVectors:
 
     table: torch.Tensor
     """(V, D) float32, of mean square 1 over the rows of genes that have a vector; zeros in the others."""
-    n_found: int
-    """Genes that have a vector."""
+    n_found: int  # genes that have a vector
 
 
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> VocabularyVectors:

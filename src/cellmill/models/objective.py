@@ -25,8 +25,7 @@ from cellmill.runs.verdict import Verdict
 class GeneStatistics:
     """Statistics of training tokens by gene: the baseline in `judge`."""
 
-    n: np.ndarray
-    """Tokens of each gene, `(genes,)` int64."""
+    n: np.ndarray  # tokens of each gene, `(genes,)` int64
     mean: np.ndarray
     """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene has none."""
     global_mean: float
@@ -51,17 +50,14 @@ class Objective:
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
 
-    training: bool = True
-    """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
+    training: bool = True  # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
 
-    validates_rows: bool = False
-    """True if `loss` needs shares in validation too."""
+    validates_rows: bool = False  # True if `loss` needs shares in validation too
 
     figure_names: tuple[str, ...] = ()
     """Figures that validation logs beside the loss, such as accuracy: the keys of `validation_figures`."""
 
-    n_sums: int = 0
-    """Numbers that `validation_figures` needs: sums over cells or targets."""
+    n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
 
     kept_sums: list[torch.Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
@@ -149,10 +145,8 @@ class Objective:
 class RowShare:
     """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
 
-    value: torch.Tensor
-    """Float scalar: the loss, times the own part of the table's rows."""
-    gradient: torch.Tensor
-    """(n, width) float32: gradient of the loss with respect to the own rows."""
+    value: torch.Tensor  # float scalar: the loss, times the own part of the table's rows
+    gradient: torch.Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""

@@ -31,8 +31,7 @@ try:
 except ImportError as error:
     raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[onnx]'") from None
 
-TOLERANCE = 1e-4
-"""Largest difference of a vector from that of the model, relative to the largest number of the vectors."""
+TOLERANCE = 1e-4  # largest difference of a vector from that of the model, relative to the largest number of the vectors
 _CHECKED = (3, 7, 1)  # genes of the cells that are compared: other numbers of cells and genes than those of the trace
 
 

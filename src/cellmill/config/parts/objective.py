@@ -14,10 +14,8 @@ from cellmill.config.plugin import Plugin
 class Columns:
     """obs columns that batches carry for an objective, with the option that names each."""
 
-    levels: dict[str, str] = field(default_factory=dict)
-    """Columns of `Batch.levels`."""
-    numbers: dict[str, str] = field(default_factory=dict)
-    """Columns of `Batch.numbers`."""
+    levels: dict[str, str] = field(default_factory=dict)  # columns of `Batch.levels`
+    numbers: dict[str, str] = field(default_factory=dict)  # columns of `Batch.numbers`
     named: Sequence[tuple[str, str, Sequence[str]]] = ()
     """(option, column, levels that the option names): each level must exist."""
 

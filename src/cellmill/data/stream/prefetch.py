@@ -332,8 +332,7 @@ class _ReadAhead:
         return True
 
 
-_Order = tuple[Runs, np.ndarray]
-"""Runs of a window's cells, and the permutation of these."""
+_Order = tuple[Runs, np.ndarray]  # runs of a window's cells, and the permutation of these
 
 
 def _spans(runs: Runs) -> list[tuple[int, int, int]]:

@@ -30,10 +30,8 @@ class AutoregressiveModel(CellEncoder):
 
     plan = replace(EncoderModel.plan, begin=("gene_embedding", "value_embedding", "rank_embedding"))
     gene_rows = frozenset({"gene_embedding.weight"})
-    start: nn.Parameter
-    """(H,): the state before the first gene, attached by `next_gene`."""
-    gene_bias: nn.Parameter
-    """(V,): bias of the logits of genes, attached by `next_gene`."""
+    start: nn.Parameter  # (H,): the state before the first gene, attached by `next_gene`
+    gene_bias: nn.Parameter  # (V,): bias of the logits of genes, attached by `next_gene`
 
     def __init__(self, config: AutoregressiveConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)

@@ -25,27 +25,22 @@ GENE, VALUE, END = 1, 2, 3  # keys of the draws
 class Sampling:
     """Draws of cells."""
 
-    max_genes: int
-    """Most genes of a cell, at most `max_tokens` of the model's tokens."""
+    max_genes: int  # most genes of a cell, at most `max_tokens` of the model's tokens
     temperature: float = 1.0
     """Divides the logits of genes and bins; 0 takes the likeliest, and ends a cell when that is likelier."""
-    top_k: int | None = None
-    """Genes are drawn from this many likeliest ones; None draws from all."""
+    top_k: int | None = None  # genes are drawn from this many likeliest ones; None draws from all
     seed: int = 0
-    prompt: tuple[int, ...] = ()
-    """Vocabulary rows of the first genes of every cell."""
+    prompt: tuple[int, ...] = ()  # vocabulary rows of the first genes of every cell
 
 
 @dataclass(frozen=True)
 class GeneratedCell:
     """A cell as drawn."""
 
-    genes: list[int]
-    """Vocabulary rows in rank order."""
+    genes: list[int]  # vocabulary rows in rank order
     values: list[float] | None
     """Value of each gene: predicted where continuous, else drawn bins; None if the model predicts none."""
-    ended: bool
-    """False if the cell was cut at `max_genes`."""
+    ended: bool  # False if the cell was cut at `max_genes`
 
 
 class Cache:

@@ -83,8 +83,7 @@ class HfModel(CellEncoder):
     """See the module."""
 
     plan = ParallelPlan(blocks="blocks")
-    token_ids: torch.Tensor
-    """(tokens,) int64: transformers' id of each token of the corpus."""
+    token_ids: torch.Tensor  # (tokens,) int64: transformers' id of each token of the corpus
 
     def __init__(self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)

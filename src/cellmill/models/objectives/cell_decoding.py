@@ -41,18 +41,12 @@ from cellmill.runs.verdict import Verdict, compare
 class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
-    target_cells: torch.Tensor
-    """(C,) int64: indices of the cells that have something to predict."""
-    entries: list[int]
-    """Entries of each of these cells."""
-    starts: torch.Tensor
-    """(C + 1,) int64: the first entry of each of these cells, and their number."""
-    genes_hidden: torch.Tensor
-    """(entries,) int64: token ids, cell after cell."""
-    weights: torch.Tensor
-    """(entries,) float32; those of a cell sum to 1. With likelihood nb, the counts."""
-    n_targets: torch.Tensor
-    """C: each cell counts once, whatever its depth."""
+    target_cells: torch.Tensor  # (C,) int64: indices of the cells that have something to predict
+    entries: list[int]  # entries of each of these cells
+    starts: torch.Tensor  # (C + 1,) int64: the first entry of each of these cells, and their number
+    genes_hidden: torch.Tensor  # (entries,) int64: token ids, cell after cell
+    weights: torch.Tensor  # (entries,) float32; those of a cell sum to 1. With likelihood nb, the counts
+    n_targets: torch.Tensor  # C: each cell counts once, whatever its depth
     pairs: torch.Tensor
     """(2, pairs) int64: indices of the shown and of the hidden part of cells that have both; none without view_loss."""
     shares: tuple[RowShare, ...] | None = None

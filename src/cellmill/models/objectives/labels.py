@@ -57,8 +57,7 @@ def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.n
     return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
 
 
-DROPOUT = -1
-"""Key of the head's dropout, which no block has."""
+DROPOUT = -1  # key of the head's dropout, which no block has
 
 
 class LabelHead(nn.Module):
@@ -83,14 +82,10 @@ class LabelHead(nn.Module):
 class TargetBatch(EncoderBatch):
     """Whole cells, and the label or the number of those that have one."""
 
-    target_cells: torch.Tensor
-    """(C,) int64: indices of the cells with a target and genes."""
-    targets: torch.Tensor
-    """(C,): labels, int64 from 0, or standardised numbers, float32."""
-    n_targets: torch.Tensor
-    """C."""
-    weights: torch.Tensor | None = None
-    """(C,) float32: factors of the loss of labels."""
+    target_cells: torch.Tensor  # (C,) int64: indices of the cells with a target and genes
+    targets: torch.Tensor  # (C,): labels, int64 from 0, or standardised numbers, float32
+    n_targets: torch.Tensor  # C
+    weights: torch.Tensor | None = None  # (C,) float32: factors of the loss of labels
     shares: tuple[RowShare, ...] | None = None
     """Share in the loss of the global batch, if it couples cells; without it, the batch's own cells are all."""
 

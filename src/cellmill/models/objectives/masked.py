@@ -54,8 +54,7 @@ class MaskedBatch(EncoderBatch):
 
     targets: torch.Tensor
     """(targets,) int64, ascending: positions of the masked tokens, also of those that show content."""
-    answers: torch.Tensor
-    """(targets,): hidden genes (int64 token ids) or hidden values."""
+    answers: torch.Tensor  # (targets,): hidden genes (int64 token ids) or hidden values
     n_targets: torch.Tensor
 
     def hiding_targets(self, hides_gene: bool) -> Self:
@@ -156,8 +155,7 @@ class MaskedObjective(Objective):
 
     config: MaskedObjectiveConfig
     hides_gene: bool
-    tokenizer: Tokenizer | None = None
-    """Makes visible values again, where not None."""
+    tokenizer: Tokenizer | None = None  # makes visible values again, where not None
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add `head`, `cell_head` if the second loss is on, and the objective's own output."""

@@ -39,12 +39,9 @@ from cellmill.runs.verdict import Verdict, compare
 class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
-    targets: torch.Tensor
-    """(N,) int64, ascending: tokens to predict, all but padding."""
-    first: torch.Tensor
-    """(N,) bool: whether the target is the first token of its cell."""
-    ends: torch.Tensor
-    """(ends,) int64: last tokens of cells that were not cut."""
+    targets: torch.Tensor  # (N,) int64, ascending: tokens to predict, all but padding
+    first: torch.Tensor  # (N,) bool: whether the target is the first token of its cell
+    ends: torch.Tensor  # (ends,) int64: last tokens of cells that were not cut
     n_targets: torch.Tensor
 
 

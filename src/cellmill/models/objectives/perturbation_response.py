@@ -35,10 +35,8 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation: torch.Tensor
-    """(C,) int64: number of the level; 0 for controls."""
-    perturbed: torch.Tensor
-    """(C, M) int64: token ids of perturbed genes, `<pad>` behind them."""
+    perturbation: torch.Tensor  # (C,) int64: number of the level; 0 for controls
+    perturbed: torch.Tensor  # (C, M) int64: token ids of perturbed genes, `<pad>` behind them
 
 
 class PerturbationResponse(CellDecoding):

@@ -55,14 +55,10 @@ UNDETECTED = 4  # last key of the draws, after those of `views`
 class AskedBatch(Batch):
     """The shown tokens, and the asked genes: the detected ones, then the others."""
 
-    asked_cell: torch.Tensor
-    """(asked,) int64: index of the cell in the batch."""
-    asked_gene: torch.Tensor
-    """(asked,) int64: token id."""
-    asked_value: torch.Tensor
-    """(asked,) float32: value of the gene in the whole cell, 0 where it is not detected."""
-    asked_weight: torch.Tensor
-    """(asked,) float32: number of hidden genes for which this one stands."""
+    asked_cell: torch.Tensor  # (asked,) int64: index of the cell in the batch
+    asked_gene: torch.Tensor  # (asked,) int64: token id
+    asked_value: torch.Tensor  # (asked,) float32: value of the gene in the whole cell, 0 where it is not detected
+    asked_weight: torch.Tensor  # (asked,) float32: number of hidden genes for which this one stands
 
 
 def draw_asked(
@@ -120,16 +116,11 @@ def _undetected(
 class QueryBatch(EncoderBatch):
     """The shown tokens and the asked genes."""
 
-    query_cell: torch.Tensor
-    """(N,) int64: index of the cell."""
-    query_genes: torch.Tensor
-    """(N,) int64: token ids."""
-    query_values: torch.Tensor
-    """(N,) float32: values of the whole cell, 0 where not detected."""
-    query_weights: torch.Tensor
-    """(N,) float32: hidden genes for which each stands, scaled to a mean of 1 in each cell."""
-    n_targets: torch.Tensor
-    """N."""
+    query_cell: torch.Tensor  # (N,) int64: index of the cell
+    query_genes: torch.Tensor  # (N,) int64: token ids
+    query_values: torch.Tensor  # (N,) float32: values of the whole cell, 0 where not detected
+    query_weights: torch.Tensor  # (N,) float32: hidden genes for which each stands, scaled to a mean of 1 in each cell
+    n_targets: torch.Tensor  # N
 
 
 class QueryDecoding(Objective):
@@ -138,8 +129,7 @@ class QueryDecoding(Objective):
     config: QueryDecodingConfig
     tensor = MappingProxyType({"query_genes": "vocabulary", "query_bias": "vocabulary"})
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
-    n_genes: int
-    """Genes of the vocabulary."""
+    n_genes: int  # genes of the vocabulary
 
     def __init__(self, config: QueryDecodingConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)

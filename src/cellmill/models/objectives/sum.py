@@ -36,10 +36,8 @@ class SumBatch:
 
     given: Any
     parts: tuple[Any, ...]
-    n_targets: torch.Tensor
-    """(parts,) int64."""
-    shares: tuple[RowShare, ...] | None = None
-    """Shares in losses of the global batch, those of one part after another."""
+    n_targets: torch.Tensor  # (parts,) int64
+    shares: tuple[RowShare, ...] | None = None  # shares in losses of the global batch, those of one part after another
 
     def __getattr__(self, name: str) -> Any:
         if name in ("given", "parts", "n_targets", "shares"):  # a copy that is not filled yet

@@ -28,8 +28,7 @@ from cellmill.parallel.cpu_matmul import Linear
 
 EPS = 1e-4
 
-Weights = tuple[float, float, float]
-"""Of invariance, variance and covariance."""
+Weights = tuple[float, float, float]  # of invariance, variance and covariance
 
 
 def vicreg(table: torch.Tensor, weights: Weights) -> torch.Tensor:

@@ -40,12 +40,9 @@ SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares,
 class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
-    profile_cell: torch.Tensor
-    """(entries,) int64: index of the cell in the batch."""
-    profile_gene: torch.Tensor
-    """(entries,) int64: token id."""
-    profile_count: torch.Tensor
-    """(entries,) int64, above 0."""
+    profile_cell: torch.Tensor  # (entries,) int64: index of the cell in the batch
+    profile_gene: torch.Tensor  # (entries,) int64: token id
+    profile_count: torch.Tensor  # (entries,) int64, above 0
     paired: int = 0
     """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without second views."""
 

@@ -134,8 +134,7 @@ def read_numbers(path: Path) -> dict[str, int | float]:
     return dict(value)
 
 
-IMPORTED = "imported"
-"""In place of the fingerprint of training data."""
+IMPORTED = "imported"  # in place of the fingerprint of training data
 FILES = ("config.json", "model.safetensors", "vocabulary.tsv", "README.md")
 
 
