@@ -19,7 +19,7 @@ from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives.query_decoding import AskedBatch
+from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
 from tests.models import spec
@@ -57,9 +57,9 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, N_GENES)) -> Batch:
     return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
 
 
-def _view(batch: Batch, step: int = 4, **options: Any) -> AskedBatch:
+def _view(batch: Batch, step: int = 4, **options: Any) -> QueryView:
     view = build(_spec("profile", **options)).view(batch, seed=3, step=step)
-    assert isinstance(view, AskedBatch)
+    assert isinstance(view, QueryView)
     return view
 
 
@@ -68,16 +68,16 @@ def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
     return model.prepare(view if length is None else padded(view, length), **KEYS)
 
 
-def test_asked_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
+def test_query_geness_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
     batch = to_tensors(_cells())
     view = _view(batch, max_asked=8, undetected_ratio=2)
     shown = torch.repeat_interleave(torch.tensor(view.lengths))
     given = {(int(cell), int(gene)) for cell, gene in zip(shown, view.genes)}
     whole = torch.repeat_interleave(torch.tensor(batch.lengths))
     values = {(int(cell), int(gene)): float(v) for cell, gene, v in zip(whole, batch.genes, batch.values)}
-    asked = [(int(cell), int(gene)) for cell, gene in zip(view.asked_cell, view.asked_gene)]
+    asked = [(int(cell), int(gene)) for cell, gene in zip(view.query_cell, view.query_genes)]
     assert not given & set(asked)
-    assert view.asked_value.tolist() == [values.get(query, 0.0) for query in asked]
+    assert view.query_values.tolist() == [values.get(query, 0.0) for query in asked]
     assert {gene for _, gene in asked} <= set(range(2, N_GENES + 2))
     for cell, length in enumerate(batch.lengths):
         detected = [query for query in asked if query[0] == cell and query in values]
@@ -89,7 +89,7 @@ def test_asked_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None
 
 def test_undetected_genes_are_drawn_evenly() -> None:
     batch = to_tensors(_cells((20,)))
-    drawn = torch.cat([_view(batch, step=step, undetected_ratio=50).asked_gene for step in range(40)])
+    drawn = torch.cat([_view(batch, step=step, undetected_ratio=50).query_genes for step in range(40)])
     absent = torch.ones(N_GENES + 2, dtype=torch.bool)
     absent[:2] = absent[batch.genes] = False
     counts = torch.bincount(drawn, minlength=N_GENES + 2)[absent].double()
@@ -102,8 +102,8 @@ def test_undetected_genes_are_drawn_evenly() -> None:
 def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
     batch = to_tensors(_cells((30,) * 400))
     view = _view(batch, max_asked=5, undetected_ratio=0.5, min_hidden_frac=0.4, max_hidden_frac=0.4)
-    detected = view.asked_value > 0
-    sums = [float(view.asked_weight[at].double().sum()) for at in (detected, ~detected)]
+    detected = view.query_values > 0
+    sums = [float(view.query_weights[at].double().sum()) for at in (detected, ~detected)]
     assert sums[0] == pytest.approx(400 * 30 - sum(view.lengths))  # each hidden one, though 5 of a cell are asked
     assert sums[1] == pytest.approx(400 * 0.4 * (N_GENES - 30))
 
@@ -115,8 +115,8 @@ def test_a_view_does_not_depend_on_the_batch_and_changes_with_the_step() -> None
     for part in split_batch(whole, 52):
         alone = _view(to_tensors(part))
         for cell in range(len(part.cells)):
-            for field in ("asked_gene", "asked_value", "asked_weight"):
-                mine, other = (getattr(v, field)[v.asked_cell == n] for v, n in ((alone, cell), (view, at)))
+            for field in ("query_genes", "query_values", "query_weights"):
+                mine, other = (getattr(v, field)[v.query_cell == n] for v, n in ((alone, cell), (view, at)))
                 assert torch.equal(mine, other)
             at += 1
     assert at == 4
@@ -141,14 +141,14 @@ def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_one
     model = _model(family, undetected_ratio=0.5)
     view = model.view(to_tensors(_cells()), **KEYS)
     prepared = model.prepare(view, **KEYS)
-    errors = (model.objective.answers(model, model.states(prepared), prepared) - view.asked_value).square().double()
+    errors = (model.objective.answers(model, model.states(prepared), prepared) - view.query_values).square().double()
     expected = 0.0
-    for cell in view.asked_cell.unique():
-        own = view.asked_cell == cell
-        mean = (view.asked_weight[own] * errors[own]).sum() / view.asked_weight[own].sum()
+    for cell in view.query_cell.unique():
+        own = view.query_cell == cell
+        mean = (view.query_weights[own] * errors[own]).sum() / view.query_weights[own].sum()
         expected += int(own.sum()) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
-    assert int(prepared.n_targets) == len(view.asked_cell) > 50
+    assert int(prepared.n_targets) == len(view.query_cell) > 50
     assert prepared.query_weights.max() > 1.2
 
 

@@ -131,7 +131,8 @@ class EncoderBatch(Batch):
         """
         cell, place = positions(batch)
         visible = torch.ones_like(place, dtype=torch.bool)
-        given = {f.name: getattr(batch, f.name) for f in fields(Batch)} | {
+        shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
+        given = {name: getattr(batch, name) for name in shared} | {
             "counts": None,
             "numbers": None,
             "cell": cell,

@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import Fill
 from cellmill.parallel.apply import Style
-from cellmill.runs.verdict import Verdict
+from cellmill.runs.verdict import Verdict, compare
 
 
 @dataclass(frozen=True)
@@ -152,3 +152,13 @@ class RowShare:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
+
+
+def r2_over(base: float, error: float) -> float | None:
+    """R² of a squared error over that of a baseline; None for a baseline without error."""
+    return 1 - error / base if base > 0 else None
+
+
+def r2_verdict(name: str, baseline: str, r2: float | None) -> list[Verdict]:
+    """Return the verdict of an R², none if it is undefined."""
+    return [] if r2 is None else [compare(name, baseline, "R²", r2)]

@@ -1,1 +1,1 @@
-"""Objectives: one file each, with its loss and its figures and verdicts for `evaluate`."""
+"""Objectives: one file each, with its loss and its metrics and verdicts for `evaluate`."""

@@ -2,14 +2,11 @@
 
 A view of each cell is encoded and pooled to a vector; a decoder turns it into a softmax over all genes, whose
 cross-entropy with the hidden expression is the loss. Which genes are on is what a cell is: values of detected genes
-alone are mostly sequencing depth.
+alone are mostly sequencing depth. With `weights: counts` this is the multinomial likelihood of the hidden counts given
+their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all genes' hidden counts, zeros
+included, also divided by the sum. `judge` compares with the mean profile of the training cells.
 
-With `weights: counts` this is the multinomial likelihood of the hidden counts given their sum, divided by the sum.
-With `likelihood: nb` the loss is the negative binomial likelihood of all genes' hidden counts, zeros included, also
-divided by the sum (`parallel.likelihoods`). Figures are judged against the mean profile of the training cells.
-
-With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training.
-Validation and evaluation have the cross-entropy alone, so that runs with and without it compare.
+With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training only.
 
 Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
 """
@@ -205,7 +202,7 @@ class CellDecoding(Objective):
         mean_profile = np.log(expressed / expressed.sum())
         n_cells = per_cell.sum()
         model, base = (float(-(weights * values).sum() / n_cells) for values in (log_p, mean_profile[genes]))
-        figures = {
+        metrics = {
             "n_targets": len(genes),
             "cross_entropy": model,
             "cross_entropy_mean_profile": base,
@@ -213,7 +210,7 @@ class CellDecoding(Objective):
         }
         which = "hidden" if self.config.target == "hidden" else "all"
         name, against = f"prediction of {which} genes", "mean profile of training cells"
-        return figures, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
+        return metrics, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
 
 
 def _pairs(view: ViewBatch) -> torch.Tensor:

@@ -76,9 +76,9 @@ class SupervisedContrastive(LabelObjective):
         loss = float(contrast(torch.cat([labels[:, None].float(), vectors], dim=1), self.config.temperature)) / n
         having = torch.bincount(labels)[labels] > 1
         alike = float(having.double().mean()) * math.log(n - 1)
-        figures = {"n_targets": n, "supervised_contrastive": loss, "supervised_contrastive_alike": alike}
+        metrics = {"n_targets": n, "supervised_contrastive": loss, "supervised_contrastive_alike": alike}
         name = f"supervised contrast of {self.config.label_column}"
-        return figures, [compare(name, "equal vectors", "nats", loss - alike, lower_is_better=True)]
+        return metrics, [compare(name, "equal vectors", "nats", loss - alike, lower_is_better=True)]
 
 
 def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:

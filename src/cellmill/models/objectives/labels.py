@@ -1,17 +1,16 @@
-"""Objectives `classification` and `regression`: a label, or a number, of a cell predicted from its vector by a head.
+"""classification and regression: a label, or a number, of a cell predicted from its vector by a head.
 
 Both take the vectors that `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is divided by the
-number of cells that have the label or number, over all processes. Cells without one, and cells of which nothing is
-shown, take no part. Validation has no dropout.
+number of cells with a label or number, over all processes. Cells without one, and cells of which nothing is shown, take
+no part. Validation has no dropout.
 
 `classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the head are the levels
 of the label in the order of the corpus; a run that starts from another one takes over rows of the same name.
 
-`regression`, such as an age or a protein's count: the head predicts the standardised number, and validation logs
-Pearson's correlation. Loss pearson is 1 - r, with r the correlation over the cells of the global batch, in every layout
-(`train.batch_rows`). Its predictions have neither scale nor offset, and are judged by their correlation alone.
+`regression`: the head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the cells of
+the global batch (`train.batch_rows`); its predictions have neither scale nor offset, and are judged by r alone.
 
-Legend: C cells with a label or number, K labels, L levels (K, and one for cells without a label where there are any), H
+Legend: C cells with a label or number, K labels, L levels (K, and one for cells without a label if there are any), H
 width of a cell's vector, S cells of a global batch with a number.
 """
 
@@ -187,7 +186,7 @@ class Classification(LabelObjective):
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures of the cells, and a verdict against the labels' own frequencies."""
+        """Return metrics of the cells, and a verdict against the labels' own frequencies."""
         labels, logits = observed
         n = len(labels)
         if not n:
@@ -197,15 +196,15 @@ class Classification(LabelObjective):
         shares = np.unique(labels, return_counts=True)[1] / n
         by_frequency = float(-(shares * np.log(shares)).sum())
         accuracy = float((log_probabilities.argmax(1) == labels).mean())
-        figures = {"n_targets": n, "cross_entropy": loss, "cross_entropy_frequencies": by_frequency}
-        figures |= {"accuracy": accuracy, "accuracy_largest_label": float(shares.max())}
+        metrics = {"n_targets": n, "cross_entropy": loss, "cross_entropy_frequencies": by_frequency}
+        metrics |= {"accuracy": accuracy, "accuracy_largest_label": float(shares.max())}
         logits = logits.astype(np.float64)
         if self.temperature is not None:
-            figures |= {"temperature": self.temperature}
-            figures |= {"calibration_error": error_of_logits(logits, labels, self.temperature)}
-        figures |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
+            metrics |= {"temperature": self.temperature}
+            metrics |= {"calibration_error": error_of_logits(logits, labels, self.temperature)}
+        metrics |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
         name = f"classification of {self.config.label_column}"
-        return figures, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
+        return metrics, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
 
 
 EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
@@ -284,20 +283,20 @@ class Regression(CellObjective):
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures of the cells, and a verdict against their own mean: R²."""
+        """Return metrics of the cells, and a verdict against their own mean: R²."""
         numbers, predicted = (values.astype(np.float64) for values in observed)
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []
         r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
         std, name = self._scale[0], f"regression of {self.config.target_column}"
-        figures = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
-        figures["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
+        metrics = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
+        metrics["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
         if self.config.loss == "pearson":
-            return figures, [compare(name, "no correlation", "Pearson's r", figures["pearson"])]
+            return metrics, [compare(name, "no correlation", "Pearson's r", metrics["pearson"])]
         errors = (numbers - predicted) * std  # in the unit of the column
-        figures |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
-        figures["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
-        return figures, [compare(name, "the mean of the cells", "R²", r2)]
+        metrics |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
+        metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
+        return metrics, [compare(name, "the mean of the cells", "R²", r2)]
 
 
 def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,17 @@
-"""Objectives `masked_value` and `masked_gene`, and what they share: token masks, the encoder's batch, the cell's loss.
+"""masked_value and masked_gene: predict the values, or the genes, of masked tokens.
 
-A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place), so that a
-token is masked in every layout or in none. Hidden content is replaced before the model sees it, so it cannot leak.
-In training, `random_frac` of the masked tokens show random content instead and `keep_frac` their own (Devlin et al.
-2019): a random gene of the vocabulary, or the value of a random visible gene of the cell.
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place): a token is
+masked in every layout or in none. Hidden content is replaced before the model sees it. In training, `random_frac` of
+the masked tokens show random content instead and `keep_frac` their own (Devlin et al. 2019): a random gene of the
+vocabulary, or the value of a random visible gene of the cell. The second loss predicts the same targets from the cell's
+embedding and the visible half of each masked token (scGPT, Cui et al. 2024, GEPC).
 
-The second loss predicts the same targets from the cell's embedding and the visible half of each masked token
-(scGPT, Cui et al. 2024, GEPC). Predictions are computed at masked tokens only: at 15 % masked and 20,000 genes they
-would otherwise be most of the work.
+masked_value: cross-entropy of bins, squared error of continuous values. Genes differ far more in their mean than cells
+in a gene, so values are judged by R² *over the gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation
+after subtracting the gene mean from both. Values depend on the sum of all counts of a cell, hidden ones included;
+`renormalize` computes what the model sees from visible counts alone. Without it, both metrics include this leak.
 
-masked_value predicts values; genes stay visible. The loss is cross-entropy for bins and squared error for continuous
-values. Genes differ far more in their mean than cells differ in a gene, so predicting each gene's mean already looks
-good. Values are therefore judged by R² *over the gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation
-after subtracting the gene mean from both. A value is made from a cell's library size, the sum of all its counts, hidden
-ones included. With one hidden token the visible values determine its value exactly, with many their sum. `renormalize`
-makes the values that the model sees from visible counts alone; without it, R² and correlation include this leak.
-
-masked_gene predicts genes; values stay visible. The output matrix is the gene embedding, and the baseline is the
-frequency of genes in the training cells.
+masked_gene: the output matrix is the gene embedding, the baseline the frequency of genes in the training cells.
 
 Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
@@ -37,7 +31,7 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
@@ -68,23 +62,6 @@ class MaskedBatch(EncoderBatch):
         )
 
 
-@dataclass(frozen=True)
-class Fates:
-    """Treatment of the content of masked tokens, (tokens,) bool each; every masked token has one fate."""
-
-    hidden: torch.Tensor
-    random: torch.Tensor
-    kept: torch.Tensor
-
-    @classmethod
-    def drawn(cls, keys: torch.Tensor, masked: torch.Tensor, config: MaskedObjectiveConfig) -> Self:
-        """Draw the fates of `masked` tokens, (tokens,) bool, from their keys."""
-        draws = keyed_bits(keys, FATE)
-        kept = masked & (draws >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
-        hidden = masked & ~kept & (draws < threshold(1 - config.keep_frac - config.random_frac))
-        return cls(hidden, masked & ~kept & ~hidden, kept)
-
-
 def mask(
     batch: Batch,
     hides_gene: bool,
@@ -106,25 +83,29 @@ def mask(
     lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
     masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
     targets = masked.nonzero().flatten()
-    none = torch.zeros_like(masked)
-    fates = Fates(masked, none, none) if random_tokens is None else Fates.drawn(keys, masked, config)
+    hidden, kept = masked, torch.zeros_like(masked)
+    if random_tokens is not None:
+        fates = keyed_bits(keys, FATE)
+        kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
+        hidden = masked & ~kept & (fates < threshold(1 - config.keep_frac - config.random_frac))
+    random = masked & ~kept & ~hidden
     seen = batch
     if tokenizer is not None:
-        seen = replace(batch, values=visible_values(batch, cell, ~masked | fates.kept, tokenizer))
-    genes, values, hidden = batch.genes, seen.values, none
+        seen = replace(batch, values=visible_values(batch, cell, ~masked | kept, tokenizer))
+    genes, values, value_hidden = batch.genes, seen.values, torch.zeros_like(masked)
     if hides_gene:
-        genes = genes.masked_fill(fates.hidden, MASK_TOKEN)
+        genes = genes.masked_fill(hidden, MASK_TOKEN)
         if random_tokens is not None:
             others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (random_tokens - len(SPECIAL))
-            genes = torch.where(fates.random, others, genes)
+            genes = torch.where(random, others, genes)
     else:
-        values, hidden = _with_random_values(values, fates, is_gene & ~masked, keys, cell)
+        values, value_hidden = _with_random_values(values, hidden, random, is_gene & ~masked, keys, cell)
     return MaskedBatch.prepared(
         batch,
         (seed, step),
         genes=genes,
         values=values,
-        value_hidden=hidden,
+        value_hidden=value_hidden,
         center=center_of(seen, cell, torch.ones_like(masked) if hides_gene else ~masked),
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
@@ -133,17 +114,21 @@ def mask(
 
 
 def _with_random_values(
-    values: torch.Tensor, fates: Fates, visible: torch.Tensor, keys: torch.Tensor, cell: torch.Tensor
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    random: torch.Tensor,
+    visible: torch.Tensor,
+    keys: torch.Tensor,
+    cell: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens,) values, with 0 where hidden and that of a `visible` token of the cell where random; hidden ones, bool.
+    """Values with 0 where `hidden`, and that of a `visible` token of the cell where `random`; and the hidden ones.
 
     Random ones are hidden in a cell without visible tokens.
     """
     donors = visible.nonzero().flatten()
     n = torch.bincount(cell[donors], minlength=int(cell.max()) + 1 if len(cell) else 0)[cell]
     first = torch.searchsorted(cell[donors], cell)
-    random = fates.random & (n > 0)
-    hidden = fates.hidden | (fates.random & ~random)
+    hidden, random = hidden | (random & (n == 0)), random & (n > 0)
     chosen = (first + keyed_bits(keys, CONTENT) % n.clamp(min=1))[random]
     shown = values.masked_fill(hidden, 0)
     shown[random] = values[donors[chosen]]
@@ -183,9 +168,8 @@ class MaskedObjective(Objective):
         if self.config.cell_loss_weight:
             cells = model.cell_vectors(states, prepared).to(states.dtype)
             # the targets are embedded again: the last stage of a pipeline does not receive the embeddings
-            of_cells = rows_at(cells, prepared.cell[targets])
-            asked = prepared.hiding_targets(self.hides_gene) if self._splits else prepared
-            queries = torch.cat([of_cells, model.inputs(asked, targets)], dim=-1)
+            queried = prepared.hiding_targets(self.hides_gene) if self._splits else prepared
+            queries = torch.cat([rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1)
             loss = loss + self.config.cell_loss_weight * self.loss_of(model, model.cell_head(queries), prepared)
         return loss
 
@@ -245,27 +229,23 @@ class MaskedValue(MaskedObjective):
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures (R² over gene and global mean, gene-centred correlation, mean squares) and their verdict.
-
-        Undefined figures (no variance) are None.
-        """
+        """Return R² over gene and global mean, gene-centred correlation and mean squares; None without variance."""
         genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
         by_gene = train.mean[genes]
-        mse = _mean_square(targets - predicted)
-        mse_gene, mse_global = _mean_square(targets - by_gene), _mean_square(targets - train.global_mean)
-        r2 = _r2(mse, mse_gene)
-        figures = {
+        mse, mse_gene, mse_global = (
+            float(np.mean((targets - other) ** 2)) for other in (predicted, by_gene, train.global_mean)
+        )
+        r2 = r2_over(mse_gene, mse)
+        metrics = {
             "n_targets": len(targets),
             "r2_over_gene_mean": r2,
-            "r2_over_global_mean": _r2(mse, mse_global),
+            "r2_over_global_mean": r2_over(mse_global, mse),
             "pearson_gene_centred": _pearson(targets - by_gene, predicted - by_gene),
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
         }
-        if r2 is None:
-            return figures, []
-        return figures, [compare("prediction of masked values", "the gene's training mean", "R²", r2)]
+        return metrics, r2_verdict("prediction of masked values", "the gene's training mean", r2)
 
     @property
     def _first_bin(self) -> int:
@@ -275,14 +255,6 @@ class MaskedValue(MaskedObjective):
     @property
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
-
-
-def _mean_square(values: np.ndarray) -> float:
-    return float(np.mean(values**2))
-
-
-def _r2(mse: float, reference: float) -> float | None:
-    return 1 - mse / reference if reference > 0 else None
 
 
 def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:
@@ -327,7 +299,7 @@ class MaskedGene(MaskedObjective):
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base = float(-np.log(frequency[genes]).mean())
         entropy = float(cross_entropy.astype(np.float64).mean())
-        figures = {
+        metrics = {
             "n_targets": len(genes),
             "accuracy": float(correct.mean()),
             "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
@@ -335,4 +307,4 @@ class MaskedGene(MaskedObjective):
             "cross_entropy_frequency": base,
         }
         name, against = "prediction of masked genes", "gene frequency in training cells"
-        return figures, [compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)]
+        return metrics, [compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)]

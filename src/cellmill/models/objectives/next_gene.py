@@ -28,7 +28,7 @@ from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
@@ -147,7 +147,7 @@ class NextGene(Objective):
         genes, places, correct, cross_entropy, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
         base_correct, base_cross_entropy = _rank_baseline(genes, places, train.by_rank)
-        figures: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "n_targets": len(genes),
             "accuracy": float(correct.mean()),
             "accuracy_rank_frequency": float(base_correct.mean()),
@@ -158,12 +158,10 @@ class NextGene(Objective):
         verdicts = [compare(name, against, "nats cross-entropy", own - base, lower_is_better=True)]
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
-            spread = float(np.square(truth - train.mean[genes]).sum())
-            r2 = 1 - float(np.square(truth - predicted).sum()) / spread if spread else None
-            figures["value_r2_over_gene_mean"] = r2
-            if r2 is not None:
-                verdicts.append(compare("prediction of the next value", "the gene's training mean", "R²", r2))
-        return figures, verdicts
+            base, own = (float(np.square(truth - other).sum()) for other in (train.mean[genes], predicted))
+            metrics["value_r2_over_gene_mean"] = r2 = r2_over(base, own)
+            verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
+        return metrics, verdicts
 
     @property
     def predicts_values(self) -> bool:

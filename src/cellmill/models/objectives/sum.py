@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
@@ -52,7 +51,12 @@ class Sum(Objective):
 
     def __init__(self, config: SumConfig, tokens: Tokens) -> None:
         super().__init__(config, tokens)
-        self.each = {name: _loaded(part, tokens) for name, part in config.parts.items()}
+        self.each: dict[str, Objective] = {name: part.load()(part, tokens) for name, part in config.parts.items()}
+        for part in self.each.values():
+            if type(part).view is not Objective.view and not part.config.draws_view:
+                raise ConfigError(
+                    f"objective.parts.{part.config.name}: it draws a view; its options class has to set draws_view"
+                )
         self.parts = {name: part.config.weight for name, part in self.each.items()}  # type: ignore[attr-defined]
         self.tensor = {path: style for part in self.each.values() for path, style in part.tensor.items()}
         self.gene_rows = frozenset(name for part in self.each.values() for name in part.gene_rows)
@@ -95,11 +99,15 @@ class Sum(Objective):
         prepared = [part.prepare(batch if part.config.draws_view else first, seed=seed, step=step) for part in parts]
         hiding = [own for own, part in zip(prepared, parts) if part.config.hides_tokens]
         given = (hiding or prepared)[0]
-        if first is not batch:
-            drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
-            given = _completed(hiding[0], drawn) if hiding else drawn
-        n_targets = torch.stack([own.n_targets for own in prepared])
-        return SumBatch(given, tuple(_sharing(own, given) for own in prepared), n_targets)
+        if first is not batch:  # what hides tokens of first views, with the second views behind them
+            given = drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
+            if hiding:
+                both = {name: _followed(getattr(hiding[0], name), getattr(drawn, name)) for name in SHARED}
+                given = replace(hiding[0], **both)
+        if isinstance(given, EncoderBatch):  # nothing is hidden for one part and shown to another
+            shared = {name: getattr(given, name) for name in SHARED}
+            prepared = [replace(own, **shared) if isinstance(own, EncoderBatch) else own for own in prepared]
+        return SumBatch(given, tuple(prepared), torch.stack([own.n_targets for own in prepared]))
 
     def loss(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
         """Return the summed loss of each part, unweighted: (parts,) float32."""
@@ -131,24 +139,15 @@ class Sum(Objective):
         return torch.tensor([len(tensors) for tensors in observed]), *(x for tensors in observed for x in tensors)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return the figures of each part, as `part.figure`, and the verdicts of all."""
-        figures: dict[str, Any] = {}
+        """Return the metrics of each part, as `part.metric`, and the verdicts of all."""
+        metrics: dict[str, Any] = {}
         verdicts: list[Verdict] = []
-        rest = list(observed[1:])
+        rest = iter(observed[1:])
         for (name, part), size in zip(self.each.items(), observed[0].tolist()):
-            own, rest = rest[:size], rest[size:]
-            of_part, said = part.judge(*own, train=train)
-            figures |= {f"{name}.{key}": value for key, value in of_part.items()}
+            judged, said = part.judge(*islice(rest, size), train=train)
+            metrics |= {f"{name}.{key}": value for key, value in judged.items()}
             verdicts += said
-        return figures, verdicts
-
-
-def _loaded(config: ObjectiveConfig, tokens: Tokens) -> Objective:
-    """The objective of a part. Raises ConfigError for a view that its options do not tell of."""
-    part: Objective = config.load()(config, tokens)
-    if type(part).view is not Objective.view and not config.draws_view:
-        raise ConfigError(f"objective.parts.{config.name}: it draws a view; its options class has to set draws_view")
-    return part
+        return metrics, verdicts
 
 
 def _attributes(model: Any) -> Mapping[str, Any]:
@@ -156,20 +155,8 @@ def _attributes(model: Any) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _completed(hiding: Any, drawn: Any) -> Any:
-    """The batch of the part that hides tokens of first views, with the second views behind them."""
-    return replace(hiding, **{name: _followed(getattr(hiding, name), getattr(drawn, name)) for name in SHARED})
-
-
-def _followed(own: Any, longer: Any) -> Any:
-    """`own`, in place of the first entries of `longer`."""
+def _followed(first: Any, longer: Any) -> Any:
+    """`first`, in place of the first entries of `longer`."""
     if isinstance(longer, torch.Tensor):
-        return torch.cat([own, longer[len(own) :]])
-    return None if longer is None else [*own, *longer[len(own) :]]
-
-
-def _sharing(own: Any, given: Any) -> Any:
-    """A part's batch with the tokens that the model is given: nothing is hidden for one part and shown to another."""
-    if own is given or not (isinstance(own, EncoderBatch) and isinstance(given, EncoderBatch)):
-        return own
-    return replace(own, **{name: getattr(given, name) for name in SHARED})
+        return torch.cat([first, longer[len(first) :]])
+    return None if longer is None else [*first, *longer[len(first) :]]
