@@ -331,12 +331,9 @@ class RegressionConfig(ObjectiveConfig):
         return self.model_copy(update={key: value for key, value in found.items() if getattr(self, key) is None})
 
 
-SUM = "sum"
-
-
 def _choice(name: str) -> type[Plugin]:
     """Options class of the part `name`: the objective's options and `weight`."""
-    if name == SUM:
+    if name == "sum":
         raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
     return _weighted(plugin.load("objective", name, ObjectiveConfig))
 
@@ -353,22 +350,16 @@ def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
 
 def _parts(value: Any) -> Any:
     """Options of each part: by the objective's name, or by any other whose options then have `name`."""
-    named = value if isinstance(value, dict) else {}
-    others = {key: _name_of(options, key) for key, options in named.items() if _name_of(options, key) != key}
-    if wrong := [key for key in others if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(key))]:
-        raise ValueError(f"{wrong[0]}: the name of a part is of letters, digits and _; choose another")
-    same = {key: options for key, options in named.items() if key not in others} if named else value
-    parts = by_name(ObjectiveConfig, same, _choice)
-    parts |= {key: by_name(ObjectiveConfig, {name: named[key]}, _choice)[name] for key, name in others.items()}
+    named = isinstance(value, dict)
+    parts = {} if named else by_name(ObjectiveConfig, value, _choice)
+    for key, options in value.items() if named else ():
+        name = getattr(options, "name", key) if not isinstance(options, dict) else options.get("name", key)
+        if name != key and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(key)):
+            raise ValueError(f"{key}: the name of a part is of letters, digits and _; choose another")
+        parts[key] = by_name(ObjectiveConfig, {name: options}, _choice)[name]
     if not parts:
         raise ValueError("expected at least one objective with its options, such as cell_decoding: {}, got none")
-    return {key: parts[key] for key in named} if others else parts
-
-
-def _name_of(options: Any, key: Any) -> Any:
-    if isinstance(options, ObjectiveConfig):
-        return options.name
-    return options.get("name", key) if isinstance(options, dict) else key
+    return parts
 
 
 class SumConfig(ObjectiveConfig):

@@ -1,21 +1,16 @@
 """A model of the transformers library: run on packed batches, and written as a folder for `from_pretrained`.
 
 The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` takes
-their place. Embeddings, position tables and attention masks before the blocks, and norms after them, are therefore
-transformers' own code. The part before the blocks runs until it reaches the passage, which keeps the arguments that the
+their place. Embeddings, position tables and attention masks before the blocks, and norms after them, remain
+transformers' own code: the part before the blocks runs until it reaches the passage, which keeps the arguments that the
 blocks are called with.
 
-transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch. Work
-grows by longest over mean length, and `token_budget` counts the tokens without padding. The head of masked_gene has the
-form of the language-model head of BERT, RoBERTa and ESM, and takes its weights where the folder has them.
+transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch;
+`token_budget` counts the tokens without padding. The head of masked_gene has the form of the language-model head of
+BERT, RoBERTa and ESM, and takes its weights where the folder has them.
 
-The written folder:
-
-    model.safetensors   weights under transformers' names, without the objective's heads
-    tokens.tsv          id of each gene or residue; cells have their genes in the order of their tokens
-    config.json         transformers' config; written last
-
-A pooler is not written, because nothing here trains it; transformers draws one where the type has it.
+The written folder has model.safetensors under transformers' names, without the objective's heads and without a pooler;
+tokens.tsv, the id of each gene or residue; and transformers' config.json, written last.
 
 Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
 """
@@ -26,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +30,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from cellmill.config.parts.families import HfConfig
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 from cellmill.models.batch import EncoderBatch
@@ -72,13 +67,6 @@ class Passage(nn.Module):
         return leaves
 
 
-class _Table:
-    """Rows of the input embedding in the order of the corpus's tokens, as objectives read it."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-
 class HfModel(CellEncoder):
     """See the module."""
 
@@ -95,27 +83,39 @@ class HfModel(CellEncoder):
         for name in UNUSED:
             if getattr(body, name, None) is not None:
                 setattr(body, name, None)
-        self.blocks_path = _blocks_path(body, given.num_hidden_layers)
+        lists = {path: len(module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList)}
+        if given.num_hidden_layers not in lists.values():
+            raise ConfigError(
+                f"model.family hf: {type(body).__name__} has no list of {given.num_hidden_layers} blocks; choose "
+                "another model"
+            )
+        self.blocks_path = next(path for path, n in lists.items() if n == given.num_hidden_layers)  # the outermost
         self.blocks = body.get_submodule(self.blocks_path)
         self.is_causal = any(getattr(module, "is_causal", False) for module in self.blocks.modules())
         self.passage = Passage()
         body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
         self.body, self.width = body, int(given.hidden_size)
-        self.pad_id, self.begin_id, self.end_id = given.pad_token_id, *(_id(ids, name) for name in ("begin", "end"))
-        self.ids = _token_ids(ids, n_tokens)
+        self.pad_id, self.begin_id, self.end_id = (
+            given.pad_token_id,
+            *((ids or {}).get(name) for name in ("begin", "end")),
+        )
+        numbers = list(range(n_tokens)) if ids is None else [ids[name] for name in ("pad", "mask", *RESIDUES)]
+        self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.register_buffer("token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False)
         self.has_own_ids = ids is None
-        self.gene_rows = frozenset() if ids else frozenset({_embedding_name(body)})
+        table: Any = body.get_input_embeddings()
+        names = (f"body.{name}" for name, parameter in body.named_parameters() if parameter is table.weight)
+        self.gene_rows = frozenset() if ids else frozenset({next(names)})
         self.norm = nn.Identity()  # transformers' own norm is behind the passage
         self.attach_heads(n_tokens)
         self.plan = replace(self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish))
         self._set_initial_values(given.initializer_range)
 
     @property
-    def gene_embedding(self) -> _Table:
-        """(V, H): the input embedding of each token of the corpus."""
+    def gene_embedding(self) -> SimpleNamespace:
+        """`weight`, (V, H): the input embedding of each token of the corpus, as objectives read it."""
         weight: Any = self.body.get_input_embeddings().weight
-        return _Table(weight[self.token_ids])
+        return SimpleNamespace(weight=weight[self.token_ids])
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         """(B, L, H): the input of the first block."""
@@ -266,29 +266,6 @@ def _architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -
     return made
 
 
-def _blocks_path(body: nn.Module, layers: int) -> str:
-    """Path of the outermost ModuleList with a block for each layer."""
-    for path, module in body.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return path
-    raise ConfigError(f"model.family hf: {type(body).__name__} has no list of {layers} blocks; choose another model")
-
-
-def _embedding_name(body: PreTrainedModel) -> str:
-    table: Any = body.get_input_embeddings()
-    return f"body.{next(name for name, parameter in body.named_parameters() if parameter is table.weight)}"
-
-
-def _id(ids: dict[str, int] | None, name: str) -> int | None:
-    return (ids or {}).get(name)
-
-
-def _token_ids(ids: dict[str, int] | None, n_tokens: int) -> torch.Tensor:
-    """(tokens,) int64, on the CPU: transformers' id of each token of the corpus."""
-    numbers = list(range(n_tokens)) if ids is None else [ids[name] for name in ("pad", "mask", *RESIDUES)]
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
 FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
@@ -305,28 +282,18 @@ def write_transformers(folder: Path, out: Path) -> None:
         raise ConfigError(
             f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type"
         )
-    body = whole_model(model)
+    blocks, body = model.blocks, model.body
+    assert isinstance(blocks, nn.Module)
+    body.set_submodule(model.blocks_path, blocks)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
         made = Path(temporary)
         body.save_pretrained(made, max_shard_size="1TB")
-        (made / "tokens.tsv").write_text(_token_table(model, vocabulary))
+        rows = [("token", "id"), *zip([*SPECIAL, *vocabulary.gene_ids], model.ids.tolist())]
+        (made / "tokens.tsv").write_text("".join(f"{name}\t{number}\n" for name, number in rows))
         again = AutoModel.from_pretrained(made, use_safetensors=True, local_files_only=True).state_dict()
         if any(not torch.equal(tensor, again[name]) for name, tensor in body.state_dict().items()):
             raise DataError(f"{out}: not written: transformers reads other weights than were written")
         for name in FILES:
             with atomic_path(out / name) as path:
                 os.replace(made / name, path)
-
-
-def whole_model(model: HfModel) -> PreTrainedModel:
-    """Return transformers' model with its blocks in their place again; `model` cannot be used afterwards."""
-    blocks = model.blocks
-    assert isinstance(blocks, nn.Module)
-    model.body.set_submodule(model.blocks_path, blocks)
-    return model.body
-
-
-def _token_table(model: HfModel, vocabulary: Vocabulary) -> str:
-    names = [*SPECIAL, *vocabulary.gene_ids]
-    return "".join(f"{name}\t{number}\n" for name, number in [("token", "id"), *zip(names, model.ids.tolist())])

@@ -20,14 +20,10 @@ from cellmill.models.initial import STD, Fill, normal, ones, zeros
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 HEADS = (
-    {"head.0": "lm_head.dense", "head.2": "lm_head.layer_norm", "gene_bias": "lm_head.bias"},
-    {
-        "head.0": "cls.predictions.transform.dense",
-        "head.2": "cls.predictions.transform.LayerNorm",
-        "gene_bias": "cls.predictions.bias",
-    },
+    ("lm_head.dense", "lm_head.layer_norm", "lm_head"),
+    ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
 )
-"""Parts of masked_gene's head, and their names in folders of ESM and RoBERTa, and of BERT."""
+"""Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM, RoBERTa, and of BERT."""
 
 
 def fill_of(module: nn.Module, name: str, std: float) -> Fill | None:
@@ -102,16 +98,17 @@ class FolderWeights:
 
     def fill(self, name: str) -> Fill:
         """Copy the tensor `name` of the model without a head; raises DataError where the folder lacks it."""
-        return lambda tensor, generator: tensor.copy_(self._tensor(name, tuple(tensor.shape)))
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
-        if stored is None:
-            raise DataError(f"{self.folder}: no tensor {name!r}; save it again with this version of transformers")
-        found = self.read(stored)
-        if tuple(found.shape) != shape:
-            raise DataError(f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}")
-        return found
+        def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
+            stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
+            if stored is None:
+                raise DataError(f"{self.folder}: no tensor {name!r}; save it again with this version of transformers")
+            found, shape = self.read(stored), tuple(tensor.shape)
+            if tuple(found.shape) != shape:
+                raise DataError(f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}")
+            return tensor.copy_(found)
+
+        return fill
 
     def _stored(self, name: str) -> str | None:
         """The tensor's name in the folder, where norms may have TensorFlow's names; None if it is not there."""
@@ -132,7 +129,11 @@ class FolderWeights:
     def _files(self) -> dict[str, Path]:
         """The file of each tensor."""
         if (index := self.folder / INDEX).is_file():
-            return self._indexed(index)
+            tree = read_json(index)
+            files = tree.get("weight_map") if isinstance(tree, dict) else None
+            if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
+                raise DataError(f"{index}: expected weight_map, names of files by tensor; download the folder again")
+            return {name: self.folder / file for name, file in files.items()}
         path = self.folder / WEIGHTS
         if path.is_file():
             try:
@@ -147,22 +148,15 @@ class FolderWeights:
             )
         raise DataError(f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again")
 
-    def _indexed(self, index: Path) -> dict[str, Path]:
-        tree = read_json(index)
-        files = tree.get("weight_map") if isinstance(tree, dict) else None
-        if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
-            raise DataError(f"{index}: expected weight_map, names of files by tensor; download the folder again")
-        return {name: self.folder / file for name, file in files.items()}
-
     @cached_property
     def head(self) -> dict[str, str]:
         """Names in the folder of the parameters of masked_gene's head; empty if it has no such head."""
-        for names in HEADS:
-            full: dict[str, str] = {}
-            for ours, theirs in names.items():
-                parts = [""] if ours == "gene_bias" else [".weight", ".bias"]
-                full |= {f"{ours}{part}": f"{theirs}{part}" for part in parts}
-            stored = {ours: self._stored(theirs) for ours, theirs in full.items()}
+        for dense, norm, last in HEADS:
+            stored = {
+                f"{ours}.{kind}": self._stored(f"{theirs}.{kind}")
+                for ours, theirs in (("head.0", dense), ("head.2", norm))
+                for kind in ("weight", "bias")
+            } | {"gene_bias": self._stored(f"{last}.bias")}
             if all(stored.values()):
                 return {ours: str(theirs) for ours, theirs in stored.items()}
         return {}

@@ -5,7 +5,7 @@ Only numpy's scalars are allowed, and functions of this module stand in for nump
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,32 @@ def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
 
 
 def check_tokens(path: Path, tokens: Mapping[str, Any]) -> None:
-    """Raise DataError naming `path` for a token that is no row of a table."""
+    """Raise DataError naming `path` for a token that cannot be a row of a table."""
     for name, token in tokens.items():
         if type(token) is not int or not 0 <= token < 2**31:
             raise DataError(f"{path}: {name}: expected a token, a whole number from 0, got {token!r}")
+
+
+class Published:
+    """Tensors of the file `path` by their published names. Raises DataError for one that is missing."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.path, self.tensors = path, tensors
+
+    def take(self, *names: str) -> torch.Tensor:
+        """The tensor of the first of these names that is there."""
+        tensor: torch.Tensor = require(self.path, self.tensors, next((n for n in names if n in self.tensors), names[0]))
+        return tensor
+
+    def pair(self, theirs: str, ours: str) -> dict[str, torch.Tensor]:
+        """Weight and bias of a module, by our name."""
+        return {f"{ours}.{kind}": self.take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+
+def published_vocabulary(ids: list[str], symbols: Mapping[str, str], medians: Sequence[float]) -> Vocabulary:
+    """Vocabulary of genes whose numbers of cells are not published."""
+    names = [symbols.get(gene, gene) for gene in ids]
+    return Vocabulary(ids, names, np.zeros(len(ids), np.int64), np.array(medians, np.float32))
 
 
 def joined_heads(path: Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
@@ -88,14 +110,13 @@ class _Dtype:
 def _scalar(dtype: Any, raw: Any) -> int | float:
     """Number of a numpy scalar, integer or floating point."""
     if not isinstance(dtype, _Dtype) or dtype.code not in ("f8", "f4", "f2", "i8", "i4", "i2", "u8", "u4", "u2"):
-        raise pickle.UnpicklingError("a numpy scalar that is no number")
+        raise pickle.UnpicklingError("a numpy scalar that is not a number")
     raw = raw.encode("latin1") if isinstance(raw, str) else raw
     number: int | float = np.frombuffer(raw, dtype.order + dtype.code, count=1)[0].item()
     return number
 
 
-def _latin1(text: Any, encoding: Any) -> bytes:
-    """Bytes, which protocols below 3 write as text."""
+def _latin1(text: Any, encoding: Any) -> bytes:  # bytes, which protocols below 3 write as text
     if encoding != "latin1":
         raise pickle.UnpicklingError("text in another encoding than latin1")
     return str(text).encode("latin1")
@@ -146,7 +167,13 @@ def write_model(
     Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
     DataError for a tensor of another shape or without a finite value, ConfigError for an `out` that no import wrote.
     """
-    _refuse_other_files(out)
+    config_path = out / "config.json"
+    if out.is_dir() and not (config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED):
+        # an import that was killed has left the others, and temporary files, which begin with a dot
+        others = sorted(p.name for p in out.iterdir() if p.name not in FILES[1:] and not p.name.startswith("."))
+        if others:
+            expected = "expected a new folder, or that of an earlier import"
+            raise ConfigError(f"--out {out}: {expected}, got one with {others[0]}; set another")
     model = build(spec)
     for name, empty in named_tensors(model):  # before any is made: a damaged configuration may ask for any size
         if name in tensors and tensors[name].shape != empty.shape:
@@ -161,7 +188,7 @@ def write_model(
         written[name] = tensors.get(name, initial).float().contiguous()
         if not written[name].isfinite().all():
             raise DataError(f"{source['weights']}: {name} has values that are not finite; copy the file again")
-    (out / "config.json").unlink(missing_ok=True)
+    config_path.unlink(missing_ok=True)
     write_tensors(out / "model.safetensors", written)
     genes.write(out / "vocabulary.tsv")
     config = {
@@ -181,22 +208,8 @@ def write_model(
         "weights_sha256": sha256_file(out / "model.safetensors"),
     }
     write_text(out / "README.md", imported_card(config, sum(tensor.numel() for tensor in written.values())))
-    write_json(out / "config.json", config)
+    write_json(config_path, config)
     return untrained
-
-
-def _refuse_other_files(out: Path) -> None:
-    """Raise ConfigError for a folder with files of others, such as those that are read, or the model of a run."""
-    if not out.is_dir():
-        return
-    config = out / "config.json"
-    if config.exists() and read_mapping(config).get("fingerprint") == IMPORTED:
-        return
-    # an import that was killed has left the others, and temporary files, which begin with a dot
-    if others := sorted(p.name for p in out.iterdir() if p.name not in FILES[1:] and not p.name.startswith(".")):
-        raise ConfigError(
-            f"--out {out}: expected a new folder, or that of an earlier import, got one with {others[0]}; set another"
-        )
 
 
 def imported_card(config: dict[str, Any], parameters: int) -> str:

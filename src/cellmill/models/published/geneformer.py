@@ -26,8 +26,10 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
 from cellmill.models.published.files import (
+    Published,
     check_tokens,
     joined_heads,
+    published_vocabulary,
     read_mapping,
     read_numbers,
     read_weights,
@@ -118,19 +120,14 @@ def _checked(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
     """Tokens by name, and the genes that have a token and a median. Raises DataError."""
-    tokens, medians = (_dictionary(folder, name) for name in ("token_dictionary", "gene_median_dictionary"))
-    return tokens, _vocabulary(folder, tokens, medians)
-
-
-def _dictionary(folder: Path, name: str) -> dict[str, int | float]:
-    paths = sorted(folder.glob(f"{name}*.pkl"))
-    if len(paths) != 1:
-        found = ", ".join(path.name for path in paths) or "none"
-        raise DataError(f"{folder}: expected one {name}*.pkl, got {found}; copy the one of these weights there")
-    return read_numbers(paths[0])
-
-
-def _vocabulary(folder: Path, tokens: dict[str, Any], medians: dict[str, Any]) -> Vocabulary:
+    dictionaries: list[dict[str, Any]] = []
+    for name in ("token_dictionary", "gene_median_dictionary"):
+        paths = sorted(folder.glob(f"{name}*.pkl"))
+        if len(paths) != 1:
+            found = ", ".join(path.name for path in paths) or "none"
+            raise DataError(f"{folder}: expected one {name}*.pkl, got {found}; copy the one of these weights there")
+        dictionaries.append(read_numbers(paths[0]))
+    tokens, medians = dictionaries
     if missing := [name for name in SPECIAL if name not in tokens]:
         raise DataError(f"{folder}: token_dictionary: the token {missing[0]} is missing")
     check_tokens(folder / "token_dictionary", tokens)
@@ -141,13 +138,7 @@ def _vocabulary(folder: Path, tokens: dict[str, Any], medians: dict[str, Any]) -
         )
     if not genes:
         raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
-    symbols = gene_symbols("human")
-    return Vocabulary(
-        genes,
-        [symbols.get(gene, gene) for gene in genes],
-        np.zeros(len(genes), np.int64),  # not published
-        np.array([medians[gene] for gene in genes], np.float32),
-    )
+    return tokens, published_vocabulary(genes, gene_symbols("human"), [medians[gene] for gene in genes])
 
 
 def _renamed(
@@ -156,13 +147,8 @@ def _renamed(
     """Tensors by our names; `rows` and `ends` are tokens of our vocabulary's rows, and of <cls> and <eos>."""
     start = "bert." if any(name.startswith("bert.") for name in theirs) else ""
 
-    def take(name: str) -> torch.Tensor:
-        tensor: torch.Tensor = require(path, theirs, name)
-        return tensor
-
-    def pair(theirs: str, ours: str) -> dict[str, torch.Tensor]:
-        return {f"{ours}.{kind}": take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
-
+    found = Published(path, theirs)
+    take, pair = found.take, found.pair
     embeddings = f"{start}embeddings."
     words = take(f"{embeddings}word_embeddings.weight")
     if (largest := max([int(rows.max()), *ends])) >= len(words) or min([int(rows.min()), *ends]) < 0:

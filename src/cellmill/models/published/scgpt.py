@@ -13,7 +13,6 @@ own decoders have no counterpart, so an objective's heads start untrained.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -26,7 +25,16 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
-from cellmill.models.published.files import check_tokens, joined_heads, read_mapping, read_weights, require, write_model
+from cellmill.models.published.files import (
+    Published,
+    check_tokens,
+    joined_heads,
+    published_vocabulary,
+    read_mapping,
+    read_weights,
+    require,
+    write_model,
+)
 
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""
@@ -41,8 +49,12 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     path, theirs = read_weights(folder, "best_model.pt", "model.safetensors")
     config_path = folder / "args.json"
     config = _checked(config_path, read_mapping(config_path), path, theirs)
-    tokens = _tokens(folder / "vocab.json")
-    genes, rows, line = _vocabulary(folder / "vocab.json", tokens, organism)
+    vocab_path = folder / "vocab.json"
+    tokens = read_mapping(vocab_path)
+    for name in ("<pad>", "<cls>"):
+        require(vocab_path, tokens, name)
+    check_tokens(vocab_path, tokens)
+    genes, rows, line = _vocabulary(vocab_path, tokens, organism)
     bins = config.get("n_bins", 51)
     model = _family(config)
     spec = ModelSpec(
@@ -91,14 +103,6 @@ def _checked(path: Path, config: dict[str, Any], weights: Path, theirs: dict[str
     return config
 
 
-def _tokens(path: Path) -> dict[str, int]:
-    tokens = read_mapping(path)
-    for name in ("<pad>", "<cls>"):
-        require(path, tokens, name)
-    check_tokens(path, tokens)
-    return tokens
-
-
 def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, torch.Tensor, str]:
     """The genes with an Ensembl id, their tokens, and a line about the rest."""
     names = [name for name in tokens if not name.startswith("<")]
@@ -109,14 +113,9 @@ def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Voca
             chosen[gene] = name
     if not chosen:
         raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
-    symbols = dict(zip(mapped.gene_ids, mapped.symbols))
     ids = sorted(chosen)
-    genes = Vocabulary(
-        ids,
-        [symbols[gene] for gene in ids],
-        np.zeros(len(ids), np.int64),  # not published
-        np.ones(len(ids), np.float32),  # cells are cut by count alone
-    )
+    symbols = dict(zip(mapped.gene_ids, mapped.symbols))
+    genes = published_vocabulary(ids, symbols, [1.0] * len(ids))  # cells are cut by count alone
     seen = mapped.coverage
     line = (
         f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
@@ -129,14 +128,8 @@ def _renamed(
     path: Path, theirs: dict[str, torch.Tensor], model: Any, rows: torch.Tensor, tokens: dict[str, int]
 ) -> dict[str, torch.Tensor]:
     """Tensors by our names."""
-
-    def take(*names: str) -> torch.Tensor:
-        tensor: torch.Tensor = require(path, theirs, next((name for name in names if name in theirs), names[0]))
-        return tensor
-
-    def pair(theirs: str, ours: str) -> dict[str, torch.Tensor]:
-        return {f"{ours}.{kind}": take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
-
+    found = Published(path, theirs)
+    take, pair = found.take, found.pair
     table = take("encoder.embedding.weight")
     if (largest := max(tokens.values())) >= len(table):
         raise DataError(f"{path}: has {len(table):,} tokens, vocab.json goes to {largest:,}; it is another model's")
