@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.models.batch import padded
 from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
+from cellmill.parallel.materialize import materialize
 
 OPTIONS = {name for options in ObjectiveConfig.built_in().values() for name in options.model_fields if name != "name"}
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in OPTIONS}
@@ -41,3 +51,42 @@ def spec(
 def model_on_cpu(n_genes: int, tokens: Tokens | None = None, **options: Any) -> Model:
     """The model with memory but without values."""
     return build(spec(n_genes, tokens, **options)).to_empty(device="cpu")
+
+
+KEYS = {"seed": 3, "step": 4}
+
+
+def genes_of(n_genes: int) -> Vocabulary:
+    """A vocabulary of `n_genes` genes."""
+    ids = [f"ENSG{i:011d}" for i in range(n_genes)]
+    return Vocabulary(ids, ids, np.ones(n_genes, np.int64), np.ones(n_genes, np.float32))
+
+
+def initialized(given: ModelSpec, init_from: Path | None = None) -> Any:
+    """The model with its initial values of seed 0, which depend on the names of parameters alone."""
+    model = build(given)
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, init_from, genes_of(given.n_genes)))
+    return model
+
+
+def random_cells(
+    lengths: Sequence[int],
+    tokens: Tokens,
+    n_genes: int,
+    *,
+    rng: np.random.Generator | None = None,
+    first: int = 11,
+    counted: int | None = 64,
+    **per_cell: np.ndarray,
+) -> Batch:
+    """Cells of these lengths with random genes and counts from 1 to 8; ids count from `first`."""
+    rng = np.random.default_rng(0) if rng is None else rng
+    genes = np.concatenate([rng.permutation(n_genes)[:n] for n in lengths]).astype(np.int32)
+    counts, starts = rng.integers(1, 9, len(genes)).astype(np.uint8), np.cumsum([0, *lengths])
+    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + first, counted, **per_cell)
+
+
+def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
+    """What the model is given of a batch, padded to `length` tokens."""
+    view = model.view(batch, **KEYS)
+    return model.prepare(view if length is None else padded(view, length), **KEYS)

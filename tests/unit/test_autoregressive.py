@@ -17,22 +17,19 @@ from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_buckets
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.task import read_gene_statistics
 from cellmill.models.batch import EncoderBatch, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
+from tests.models import KEYS, initialized, random_cells
 from tests.unit.small_corpus import write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
 FAMILY = {"family": "autoregressive", "hidden": 16, "layers": 2, "heads": 2}
 TOKENIZERS = pytest.mark.parametrize("tokenizer", ["continuous", "binned", "rank"])
-KEYS = {"seed": 3, "step": 4}
 
 
 def tokens_of(tokenizer: str) -> Tokens:
@@ -50,10 +47,7 @@ def spec_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = No
 
 def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> Any:
     """A model with initial values, but gene embeddings large enough for unequal logits."""
-    model: Any = build(spec_of(tokenizer, objective, **options))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
+    model: Any = initialized(spec_of(tokenizer, objective, **options))
     with torch.no_grad():
         model.gene_embedding.weight.mul_(20)
     return model
@@ -61,12 +55,7 @@ def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = N
 
 def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> Batch:
     """Random cells, the fourth of which is cut."""
-    rng, tokens = np.random.default_rng(0), tokens_of(tokenizer)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    made: Batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 11, None)
-    return to_tensors(made)
+    return to_tensors(random_cells(lengths, tokens_of(tokenizer), N_GENES, counted=None))
 
 
 @TOKENIZERS

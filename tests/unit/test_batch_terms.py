@@ -14,16 +14,13 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objective import Columns
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.errors import ConfigError
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, write_tensors
-from cellmill.parallel.materialize import materialize
+from cellmill.models.batch import to_tensors
+from cellmill.models.export import write_tensors
 from cellmill.planner.inputs import check_levels
 from cellmill.train.validation import EmbeddingMonitor
-from tests.models import config_json, spec
+from tests.models import config_json, genes_of, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "batch": ("x", "y", "z")}
@@ -32,20 +29,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "profile": {"family": "profile", "hidden": 16, "layers": 1},
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
-KEYS = {"seed": 3, "step": 4}
-
-
-def _genes() -> Vocabulary:
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    return Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
 
 
 def _model(family: str = "profile", levels: Any = LEVELS, init_from: Path | None = None, **options: Any) -> Any:
     given = {"batch_column": "batch"} | options
     tokens = Tokens.model_validate({"max_tokens": 64})
-    model = build(spec(N_GENES, tokens, levels, objective="cell_decoding", **FAMILIES[family], **given))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, init_from, _genes()))
-    return model
+    return initialized(spec(N_GENES, tokens, levels, objective="cell_decoding", **FAMILIES[family], **given), init_from)
 
 
 def _randomized(model: Any) -> Any:
@@ -55,18 +44,8 @@ def _randomized(model: Any) -> Any:
 
 
 def _cells() -> Batch:
-    rng, lengths = np.random.default_rng(0), (20, 31, 1, 14, 2, 9)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    tokens = Tokens.model_validate({"max_tokens": 64})
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    numbers = np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32)
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(6) + 11, 64, levels=numbers)
-
-
-def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
-    view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
+    levels = np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32)
+    return random_cells((20, 31, 1, 14, 2, 9), Tokens.model_validate({"max_tokens": 64}), N_GENES, levels=levels)
 
 
 def _parts(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +68,7 @@ def _parts(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("decoder_hidden", [None, 24])
 def test_the_decoder_adds_the_term_of_the_cell_s_batch(family: str, decoder_hidden: int | None) -> None:
     model = _model(family, decoder_hidden=decoder_hidden)
-    prepared = _prepared(model, to_tensors(_cells()))
+    prepared = prepare(model, to_tensors(_cells()))
     torch.testing.assert_close(
         _model(family, batch_column=None, decoder_hidden=decoder_hidden)(prepared), model(prepared)
     )
@@ -103,15 +82,15 @@ def test_an_unknown_batch_has_no_term() -> None:
     model, batch = _randomized(_model()), to_tensors(_cells())
     unknown = replace(batch, levels=torch.zeros_like(batch.levels))  # type: ignore[arg-type]
     plain = _model(batch_column=None)
-    torch.testing.assert_close(model(_prepared(model, unknown)), plain(_prepared(plain, batch)))
-    known = _prepared(model, batch)
+    torch.testing.assert_close(model(prepare(model, unknown)), plain(prepare(plain, batch)))
+    known = prepare(model, batch)
     assert not torch.allclose(model.objective.observe(model, known)[1], plain.objective.observe(plain, known)[1])
 
 
 @EVERY_FAMILY
 def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str) -> None:
     model = _randomized(_model(family, batch_adversary=0.5, batch_adversary_scale=3.0))
-    prepared = _prepared(model, to_tensors(_cells()))
+    prepared = prepare(model, to_tensors(_cells()))
     decoding, entropy = _parts(model, prepared)
     loss = model(prepared)
     torch.testing.assert_close(loss, decoding + 0.5 * entropy, rtol=1e-5, atol=1e-5)
@@ -134,11 +113,9 @@ def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str)
 def test_neither_padding_nor_an_empty_batch_counts(family: str) -> None:
     model = _randomized(_model(family, batch_adversary=0.5))
     batch = to_tensors(_cells())
-    torch.testing.assert_close(
-        model(_prepared(model, batch, 300)), model(_prepared(model, batch)), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(model(prepare(model, batch, 300)), model(prepare(model, batch)), rtol=1e-5, atol=1e-5)
     loss = model(
-        _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 2), np.int32))))
+        prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 2), np.int32))))
     )
     loss.backward()
     assert loss.item() == 0
@@ -148,7 +125,7 @@ def test_neither_padding_nor_an_empty_batch_counts(family: str) -> None:
 def test_first_weights_of_a_batch_are_those_of_its_name(tmp_path: Path) -> None:
     source = _randomized(_model(batch_adversary=1.0))
     write_tensors(tmp_path / "model.safetensors", source.state_dict())
-    _genes().write(tmp_path / "vocabulary.tsv")
+    genes_of(N_GENES).write(tmp_path / "vocabulary.tsv")
     (tmp_path / "config.json").write_text(config_json(levels=LEVELS))
     given = {"batch": ("new", "x", "z")}
     model, fresh = (_model(levels=given, init_from=path, batch_adversary=1.0) for path in (tmp_path, None))

@@ -12,16 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
 from cellmill.parallel.likelihoods import profile_loss
-from cellmill.parallel.materialize import materialize
-from tests.models import spec
+from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -30,30 +26,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "profile": {"family": "profile", "hidden": 16, "layers": 1},
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
-KEYS = {"seed": 3, "step": 4}
 
 
 def _model(family: str, **options: Any) -> Any:
     given = {"objective": "cell_decoding"} | FAMILIES[family] | options
-    model = build(spec(N_GENES, Tokens.model_validate({"max_tokens": 64}), **given))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model
+    return initialized(spec(N_GENES, Tokens.model_validate({"max_tokens": 64}), **given))
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 1)) -> Batch:
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    tokens = Tokens.model_validate({"max_tokens": 64})
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
-
-
-def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
-    view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
+    return random_cells(lengths, Tokens.model_validate({"max_tokens": 64}), N_GENES)
 
 
 def _dense_targets(prepared: Any) -> torch.Tensor:
@@ -66,7 +47,7 @@ def _dense_targets(prepared: Any) -> torch.Tensor:
 @pytest.mark.parametrize("decoder_hidden", [None, 24])
 def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hidden: int | None) -> None:
     model = _model(family, decoder_hidden=decoder_hidden)
-    prepared = _prepared(model, to_tensors(_cells()))
+    prepared = prepare(model, to_tensors(_cells()))
     targets = _dense_targets(prepared)
     torch.testing.assert_close(targets.sum(1), torch.ones(len(targets)))
     vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
@@ -121,7 +102,7 @@ def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
     cell = torch.repeat_interleave(torch.tensor(batch.lengths))
     of_token = hidden[cell, batch.genes]
     louder = replace(batch, counts=torch.where(of_token, 50 * batch.counts, batch.counts), values=batch.values + 1)
-    one, other = (_prepared(model, given) for given in (batch, louder))
+    one, other = (prepare(model, given) for given in (batch, louder))
     vectors = [model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)]
     assert torch.equal(*vectors)
     assert not torch.equal(one.weights, other.weights)
@@ -130,7 +111,7 @@ def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
 @EVERY_FAMILY
 def test_padding_changes_no_loss(family: str) -> None:
     model, batch = _model(family, dropout=0.2).train(), to_tensors(_cells())
-    plain, longer = _prepared(model, batch), _prepared(model, batch, 300)
+    plain, longer = prepare(model, batch), prepare(model, batch, 300)
     assert sum(longer.lengths) == 300
     torch.testing.assert_close(model(longer), model(plain), rtol=1e-5, atol=1e-5)
 
@@ -138,7 +119,7 @@ def test_padding_changes_no_loss(family: str) -> None:
 @EVERY_FAMILY
 def test_no_cells_give_no_loss_and_zero_gradients(family: str) -> None:
     model = _model(family)
-    prepared = _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
+    prepared = prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
     loss = model(prepared)
     loss.backward()
     assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)

@@ -12,21 +12,16 @@ import torch
 from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.errors import ConfigError
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
+from cellmill.models.batch import to_tensors
 from cellmill.models.cell_encoder import CovariatePrefix
-from cellmill.models.export import initial_tensors
-from cellmill.parallel.materialize import materialize
-from tests.models import spec
+from tests.models import initialized, prepare, random_cells, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z"), "tissue": ("l", "m")}
 COLUMNS = ["donor", "assay"]
 OBJECTIVES = pytest.mark.parametrize("objective", ["cell_decoding", "masked_value", "masked_gene"])
-KEYS = {"seed": 3, "step": 4}
 
 
 def _tokens(**options: Any) -> Tokens:
@@ -35,27 +30,15 @@ def _tokens(**options: Any) -> Tokens:
 
 def _model(objective: str = "cell_decoding", layers: int = 1, **options: Any) -> Any:
     given = {"family": "encoder", "hidden": 16, "layers": layers, "heads": 2, "objective": objective}
-    model = build(spec(N_GENES, _tokens(**options), LEVELS, **given))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model.eval()
+    return initialized(spec(N_GENES, _tokens(**options), LEVELS, **given)).eval()
 
 
 def _cells(n: int = 6) -> Batch:
     rng = np.random.default_rng(0)
     lengths = [20, 31, 1, 14, 2, *rng.integers(1, 5, max(n - 5, 0))][:n]
-    genes = np.concatenate([rng.permutation(N_GENES)[:length] for length in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    numbers = np.stack([rng.integers(0, len(levels) + 1, n) for levels in LEVELS.values()], axis=1).astype(np.int32)
-    tokens = _tokens()
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n) + 11, 64, levels=numbers)
-
-
-def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
-    view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
+    cells = random_cells(lengths, _tokens(), N_GENES, rng=rng)
+    levels = np.stack([rng.integers(0, len(known) + 1, n) for known in LEVELS.values()], axis=1).astype(np.int32)
+    return replace(cells, levels=levels)
 
 
 def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
@@ -104,19 +87,19 @@ def test_a_vector_depends_on_the_cell_s_own_levels_of_named_columns() -> None:
 @OBJECTIVES
 def test_no_objective_masks_them_and_padding_changes_no_loss(objective: str) -> None:
     model, batch = _model(objective), to_tensors(_cells())
-    prepared = _prepared(model, batch)
+    prepared = prepare(model, batch)
     if objective != "cell_decoding":
         prefix = prepared.covariate_rows > 0
         assert not prefix[prepared.targets].any()
         assert set(prepared.cell[prepared.targets].tolist()) == set(range(6))  # every cell has a target
-        plain = _prepared(_model(objective, covariates=[]), batch)
+        plain = prepare(_model(objective, covariates=[]), batch)
         cells = torch.zeros(6).index_add(0, prepared.cell[~prefix], prepared.values[~prefix])
         shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
         torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
         assert len(plain.genes) == int((~prefix).sum())
-    torch.testing.assert_close(model(_prepared(model, batch, 320)), model(prepared), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(prepare(model, batch, 320)), model(prepared), rtol=1e-5, atol=1e-5)
     none = to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 3), np.int32)))
-    assert model(_prepared(model, none)).item() == 0
+    assert model(prepare(model, none)).item() == 0
 
 
 def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:

@@ -165,7 +165,7 @@ class _Harmful:
     [
         ({"a": _Harmful()}, r"it names pathlib\S*\.Path"),
         ({"a": np.zeros(2)}, r"it names numpy\S*\._reconstruct"),
-        ({"a": np.str_("x")}, "a numpy scalar that is no number"),
+        ({"a": np.str_("x")}, "a numpy scalar that is not a number"),
         ({"a": [1]}, "got other values"),
         ([1], "got other values"),
     ],

@@ -12,7 +12,6 @@ import torch
 
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
@@ -20,7 +19,7 @@ from cellmill.models.export import initial_tensors
 from cellmill.models.objectives.masked import MaskedBatch
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.parallel.materialize import materialize
-from tests.models import spec
+from tests.models import genes_of, spec
 
 CPU = torch.device("cpu")
 N_GENES = 60
@@ -46,9 +45,7 @@ def _tokens(tokenizer: str) -> Tokens:
 def _model(tokenizer: str, objective: str, seed: int = 0, **options: Any) -> Any:
     given = {"hidden": 16, "layers": 2, "heads": 2, "objective": objective} | options
     model = build(spec(N_GENES, _tokens(tokenizer), **given))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, CPU, initial_tensors(model, seed, None, genes))
+    materialize(model, CPU, initial_tensors(model, seed, None, genes_of(N_GENES)))
     with torch.no_grad():  # larger weights than those of the start, so that what leaks is seen
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
@@ -367,9 +364,7 @@ def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
 def test_first_weights_depend_on_seed_and_name_alone() -> None:
     def fresh(seed: int, layers: int) -> dict[str, torch.Tensor]:
         model = build(spec(N_GENES, _tokens("continuous"), hidden=16, layers=layers, heads=2))
-        ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-        genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-        return dict(initial_tensors(model, seed, None, genes))
+        return dict(initial_tensors(model, seed, None, genes_of(N_GENES)))
 
     first, other, deeper = fresh(0, 2), fresh(1, 2), fresh(0, 8)
     assert all(torch.isfinite(tensor).all() for tensor in first.values())

@@ -12,8 +12,8 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
 from cellmill.parallel.likelihoods import nb_loss
-from tests.models import spec
-from tests.unit.test_cell_decoding import KEYS, _cells, _model, _prepared
+from tests.models import KEYS, prepare, spec
+from tests.unit.test_cell_decoding import _cells, _model
 
 ROWS, HIDDEN = 40, 6
 ENTRIES = [3, 1, 40, 7, 12]
@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_torchs_whatever_the_chunk(monkeypatch: pytest.Mo
 
 def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     model, batch = _model("profile", likelihood="nb"), to_tensors(_cells())
-    prepared, view = _prepared(model, batch), model.view(batch, **KEYS)
+    prepared, view = prepare(model, batch), model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
     vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells])
     numbers = [vectors, model.profile_genes.weight, model.profile_bias, model.profile_dispersion]
@@ -65,7 +65,7 @@ def test_means_are_judged_like_those_of_counts() -> None:
     train = GeneStatistics(np.ones(60, np.int64), np.ones(60), 1.0, 10)
     figures = []
     for model in (multinomial, nb):
-        observed = model.objective.observe(model, _prepared(model, to_tensors(_cells())))
+        observed = model.objective.observe(model, prepare(model, to_tensors(_cells())))
         figures.append(model.objective.judge(*(x.detach().numpy() for x in observed), train=train)[0])
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
@@ -74,7 +74,7 @@ def test_denoise_is_cell_decoding_of_thinned_counts_that_predicts_the_whole_cell
     batch = to_tensors(_cells())
     preset = _model("encoder", objective="denoise", decoder_hidden=None)
     same = _model("encoder", view="thin", target="all", decoder_hidden=None)
-    prepared, expected = (_prepared(model, batch) for model in (preset, same))
+    prepared, expected = (prepare(model, batch) for model in (preset, same))
     assert torch.equal(preset(prepared), same(expected))
     assert torch.equal(prepared.genes_hidden, batch.genes), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"

@@ -14,19 +14,18 @@ from scipy.stats import poisson
 from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import fitted
-from tests.models import spec
+from tests.models import KEYS, initialized, random_cells, spec
 from tests.unit.evaluated import make_context
 from tests.unit.exported import make_corpus
 
 N_GENES = 30
-KEYS = {"seed": 3, "step": 4}
 LEVELS = {"assay": ("a", "b"), "guide": ("A", "A+B", "control", "unnamed", "<missing>")}
 GENES = {"A": [5], "A+B": [5, 9]}
 OPTIONS = {"objective": "perturbation_response", "perturbation_column": "guide", "control": "control"}
@@ -35,8 +34,7 @@ TOKENS = Tokens.model_validate({"max_tokens": 64})
 
 def _model(levels: Any = LEVELS, **options: Any) -> Any:
     given = {"family": "profile", "hidden": 16, "layers": 1, "perturbed_genes": GENES} | OPTIONS | options
-    model = build(spec(N_GENES, TOKENS, levels, **given))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))  # type: ignore[arg-type]
+    model = initialized(spec(N_GENES, TOKENS, levels, **given))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name in ("response_genes.weight", "response_genes.bias", "response_terms.weight"):
@@ -46,13 +44,8 @@ def _model(levels: Any = LEVELS, **options: Any) -> Any:
 
 def _cells() -> Batch:
     """Seven cells; of the fifth the perturbation is missing, of the sixth the corpus does not have it."""
-    rng, n = np.random.default_rng(0), 7
-    genes = np.concatenate([rng.permutation(N_GENES)[:12] for _ in range(n)]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    numbers = np.array([[1, 1], [2, 2], [1, 3], [2, 4], [1, 5], [2, 0], [1, 2]], np.int32)
-    return to_tensors(
-        tokenized(TOKENS.load()(TOKENS), genes, counts, np.arange(n + 1) * 12, np.arange(n), 64, levels=numbers)
-    )
+    levels = np.array([[1, 1], [2, 2], [1, 3], [2, 4], [1, 5], [2, 0], [1, 2]], np.int32)
+    return to_tensors(random_cells([12] * 7, TOKENS, N_GENES, first=0, levels=levels))
 
 
 @pytest.mark.parametrize("length", [None, 200])

@@ -13,7 +13,8 @@ from cellmill.config.options import TrainOptions
 from cellmill.errors import ConfigError
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.cell_encoder import attended_state
-from tests.unit.test_cell_decoding import KEYS, _cells, _model
+from tests.models import KEYS
+from tests.unit.test_cell_decoding import _cells, _model
 
 LEARNED = pytest.mark.parametrize("pooling", ["cls", "attention"])
 

@@ -12,16 +12,11 @@ from pydantic import ValidationError
 
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.models.batch import CLS, EOS, padded, to_tensors, with_ends
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
-from cellmill.parallel.materialize import materialize
-from tests.models import spec
+from tests.models import KEYS, initialized, spec
 
 N_GENES = 50
-KEYS = {"seed": 3, "step": 4}
 SIZES = {"hidden": 16, "layers": 2, "heads": 2}
 CASES = [
     ("bert", "none", "masked_gene", {}),
@@ -39,11 +34,7 @@ def _tokens(family: str) -> Tokens:
 
 def _model(family: str, ends: str, objective: str, more: dict[str, Any]) -> Any:
     options = SIZES | more | {"family": family, "ends": ends, "objective": objective}
-    model = build(spec(N_GENES, _tokens(family), **options))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model.eval()
+    return initialized(spec(N_GENES, _tokens(family), **options)).eval()
 
 
 def _batch(family: str) -> Batch:

@@ -12,17 +12,14 @@ import torch
 from cellmill.config.load import check_config
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch, split_batch
 from cellmill.errors import ConfigError
-from cellmill.models.batch import padded, to_tensors
+from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
-from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
-from tests.models import spec
+from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -34,7 +31,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 DECODER = {"decoder_hidden": 12, "decoder_layers": 1}
-KEYS = {"seed": 3, "step": 4}
 
 
 def _spec(family: str, **options: Any) -> Any:
@@ -42,19 +38,11 @@ def _spec(family: str, **options: Any) -> Any:
 
 
 def _model(family: str, **options: Any) -> Any:
-    model = build(_spec(family, **options))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model
+    return initialized(_spec(family, **options))
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, N_GENES)) -> Batch:
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
+    return random_cells(lengths, TOKENS, N_GENES)
 
 
 def _view(batch: Batch, step: int = 4, **options: Any) -> QueryView:
@@ -63,12 +51,7 @@ def _view(batch: Batch, step: int = 4, **options: Any) -> QueryView:
     return view
 
 
-def _prepared(model: Any, batch: Batch, length: int | None = None) -> Any:
-    view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
-
-
-def test_query_geness_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
+def test_queried_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
     batch = to_tensors(_cells())
     view = _view(batch, max_asked=8, undetected_ratio=2)
     shown = torch.repeat_interleave(torch.tensor(view.lengths))
@@ -131,7 +114,7 @@ def test_hidden_genes_do_not_reach_the_cell_vector(family: str) -> None:
     seen = torch.isin(key, shown.genes + 1000 * torch.repeat_interleave(torch.tensor(shown.lengths)))
     assert batch.counts is not None
     louder = replace(batch, counts=torch.where(seen, batch.counts, 50 * batch.counts), values=batch.values + 1)
-    one, other = (_prepared(model, given) for given in (batch, louder))
+    one, other = (prepare(model, given) for given in (batch, louder))
     assert torch.equal(*(model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)))
     assert not torch.equal(one.query_values, other.query_values)
 
@@ -154,7 +137,7 @@ def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_one
 
 def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
     model = _model("autoencoder").eval()
-    prepared = _prepared(model, to_tensors(_cells()))
+    prepared = prepare(model, to_tensors(_cells()))
     with torch.no_grad():
         states = model.states(prepared)
         values = model.objective.answers(model, states, prepared)
@@ -167,10 +150,8 @@ def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
 @EVERY_FAMILY
 def test_padding_changes_no_loss_and_no_cells_give_zero_gradients(family: str) -> None:
     model, batch = _model(family).train(), to_tensors(_cells())
-    torch.testing.assert_close(
-        model(_prepared(model, batch, 300)), model(_prepared(model, batch)), rtol=1e-5, atol=1e-5
-    )
-    prepared = _prepared(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
+    torch.testing.assert_close(model(prepare(model, batch, 300)), model(prepare(model, batch)), rtol=1e-5, atol=1e-5)
+    prepared = prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
     loss = model(prepared)
     loss.backward()
     assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
@@ -185,7 +166,7 @@ def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
             assert model.vector_width == (latent or 16)
             model.to_empty(device="cpu")
             assert model.embed(batch).shape == (len(batch.lengths), latent or 16)
-            assert model(_prepared(model, batch)).shape == ()
+            assert model(prepare(model, batch)).shape == ()
 
 
 @pytest.mark.full

@@ -15,40 +15,27 @@ from cellmill.config.parallel import Parallel
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.objectives import MaskedValueConfig, SumConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import on_device, padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.sum import Sum
-from cellmill.parallel.materialize import materialize
 from cellmill.parallel.step import ParallelModel
 from cellmill.train.loop import LossParts
-from tests.models import spec
+from tests.models import KEYS, initialized, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 PARTS: dict[str, Any] = {"cell_decoding": {"decoder_hidden": None}, "masked_value": {"weight": 0.3, "mask_frac": 0.4}}
-KEYS = {"seed": 3, "step": 4}
 
 
 def _model(**objective: Any) -> Any:
     """A model with the initial values of seed 0, which depend on the names of parameters alone."""
-    model = build(spec(N_GENES, TOKENS, hidden=16, layers=1, heads=2, dropout=0.1, **objective))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model.train()
+    return initialized(spec(N_GENES, TOKENS, hidden=16, layers=1, heads=2, dropout=0.1, **objective)).train()
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batch:
-    rng = np.random.default_rng(seed)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + 11, 64)
+    return random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(seed))
 
 
 def _prepared(model: Any, batch: Batch) -> Any:

@@ -15,24 +15,19 @@ from torch.nn import functional as F
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import MISSING
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives import contrastive
 from cellmill.models.objectives.contrastive import contrast
-from cellmill.parallel.materialize import materialize
 from cellmill.train.batch_rows import shares_of
 from cellmill.train.worker import batch_column
-from tests.models import spec
+from tests.models import initialized, prepare, random_cells, spec
 
 N_GENES, H = 60, 16
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 LEVELS = {"batch": ("x", "y"), "cell_type": ("a", "b", "c")}
-KEYS = {"seed": 3, "step": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "encoder": {"family": "encoder", "hidden": H, "layers": 1, "heads": 2, "dropout": 0.2},
     "profile": {"family": "profile", "hidden": H, "layers": 1, "dropout": 0.2},
@@ -43,27 +38,15 @@ OBJECTIVE = {"objective": "supervised_contrastive", "label_column": "cell_type"}
 
 def _model(family: str, **options: Any) -> Any:
     given = FAMILIES[family] | ({} if "objective" in options else OBJECTIVE) | options
-    model = build(spec(N_GENES, TOKENS, LEVELS, **given))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model.train()
+    return initialized(spec(N_GENES, TOKENS, LEVELS, **given)).train()
 
 
 def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
     """Cells of these labels, by number of their level, all of the first batch."""
     rng = np.random.default_rng(first)
     lengths = rng.integers(2, 30, len(labels))
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    numbers = np.array([[1, label] for label in labels], np.int32)
-    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(labels)) + first, 64, levels=numbers)
-
-
-def _prepared(model: Any, batch: Any, length: int | None = None) -> Any:
-    view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
+    levels = np.array([[1, label] for label in labels], np.int32)
+    return random_cells(lengths, TOKENS, N_GENES, rng=rng, first=first, levels=levels)
 
 
 def _reference(z: torch.Tensor, labels: list[int], temperature: float) -> Any:
@@ -109,7 +92,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
     batches = [to_tensors(_cells(labels, 10 * at)) for at, labels in enumerate(given)]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
-    prepared = [_prepared(model, batch, 200) for batch in batches]
+    prepared = [prepare(model, batch, 200) for batch in batches]
     with torch.no_grad():
         rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
     table = torch.cat([torch.zeros(3, 1 + H), *(own for (own,) in rows), torch.zeros(2, 1 + H)])
@@ -135,30 +118,30 @@ def test_cells_of_unknown_label_take_no_part(family: str) -> None:
     louder = batch.values.clone()
     for cell in (2, 5):
         louder[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]] += 5
-    one, other = (_prepared(model, given) for given in (batch, replace(batch, values=louder)))
+    one, other = (prepare(model, given) for given in (batch, replace(batch, values=louder)))
     assert one.target_cells.tolist() == [0, 1, 3, 4]
     assert one.targets.tolist() == [0, 1, 0, 1]
     assert torch.equal(model(one), model(other))
     known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
-    assert not torch.allclose(model(_prepared(model, known)), model(one))
+    assert not torch.allclose(model(prepare(model, known)), model(one))
 
 
 def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
-    prepared = _prepared(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
+    prepared = prepare(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
     assert (prepared.target_cells.tolist(), prepared.targets.tolist()) == ([0, 2, 4], [0, 1, 0])
 
 
 def test_column_and_temperature_are_those_of_the_options() -> None:
     batch = to_tensors(_cells((1, 2, 3, 1, 2)))
     changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
-    losses = [(model := _model("profile", **change))(_prepared(model, batch)).item() for change in changes]
+    losses = [(model := _model("profile", **change))(prepare(model, batch)).item() for change in changes]
     assert len({round(loss, 3) for loss in losses}) == 3
     assert losses[2] == pytest.approx(_of_one_label(_model("profile"), batch), rel=1e-5)
 
 
 def _of_one_label(model: Any, batch: Any) -> float:
-    prepared = _prepared(model, batch)
+    prepared = prepare(model, batch)
     z = model.cell_vectors(model.states(prepared), prepared).detach()
     return float(_reference(z, [1] * len(z), 0.1))
 

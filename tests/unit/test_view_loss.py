@@ -11,20 +11,15 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, empty_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
 from cellmill.models.objectives.terms import vicreg
-from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
 from cellmill.train.batch_rows import shares_of
-from tests.models import spec
+from tests.models import KEYS, initialized, random_cells, spec
 
 N_GENES, H = 60, 16
 TOKENS = Tokens.model_validate({"max_tokens": 64})
-KEYS = {"seed": 3, "step": 4}
 WEIGHTS = {"invariance_weight": 2.0, "variance_weight": 3.0, "covariance_weight": 0.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "encoder": {"family": "encoder", "hidden": H, "layers": 1, "heads": 2, "dropout": 0.2},
@@ -37,19 +32,11 @@ def _spec(family: str, **options: Any) -> Any:
 
 
 def _model(family: str, **options: Any) -> Any:
-    model = build(_spec(family, **options))
-    ids = [f"ENSG{i:011d}" for i in range(N_GENES)]
-    genes = Vocabulary(ids, ids, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, genes))
-    return model.train()
+    return initialized(_spec(family, **options)).train()
 
 
 def _cells(lengths: tuple[int, ...], first: int = 0) -> Batch:
-    rng = np.random.default_rng(first)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(len(lengths)) + first, 64)
+    return random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(first), first=first)
 
 
 def _reference(first: torch.Tensor, second: torch.Tensor, invariance: float, variance: float, covariance: float) -> Any:
