@@ -36,7 +36,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
     numbers = read_level_numbers(manifest, "train", manifest.levels({"kind": "a test"}))
-    return Repeats.of(numbers[:][:, 0], stream)
+    return Repeats(numbers[:][:, 0], stream)
 
 
 def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, lanes: int = 4, **changes: Any) -> CellStream:

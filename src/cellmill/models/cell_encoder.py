@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, with_extra_tokens
+from cellmill.models.blocks import Entry
 from cellmill.models.counter_rng import keyed_bits, threshold
-from cellmill.models.family import Model
+from cellmill.models.family import Model, ParallelPlan
+from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import segment_sum
 
 UNKNOWN = 4  # last key of the draws; 2 and 3 are those of views
@@ -163,3 +165,42 @@ class CellEncoder(Model):
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(R, H) -> (cells, H) float32."""
         raise NotImplementedError
+
+
+class TokenEncoder(CellEncoder):
+    """Base of families whose rows are tokens; their blocks are those of `models.blocks`, or have the same modules."""
+
+    plan = ParallelPlan(
+        blocks="blocks",
+        compiled=("before", "after"),
+        tensor={
+            "gene_embedding": "vocabulary",
+            "enter": "enter",
+            "enter_keys": "enter",
+            "blocks.*.attention_norm": "norm",
+            "blocks.*.qkv": "columns",
+            "blocks.*.out": "rows",
+            "blocks.*.ffn_norm": "norm",
+            "blocks.*.up": "columns",
+            "blocks.*.down": "rows",
+            "norm": "leave",
+        },
+    )
+    gene_rows = frozenset({"gene_embedding.weight"})
+    blocks: nn.ModuleList
+    gene_embedding: nn.Embedding
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__(objective)
+        self.enter, self.enter_keys = Entry(), Entry()
+
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        return self.first_blocks(x, prepared, len(self.blocks))
+
+    def first_blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:
+        """Apply the first `number` blocks."""
+        token_keys = self.enter_keys(prepared.token_keys)
+        for block in list(self.blocks)[:number]:
+            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
+        return x

@@ -29,21 +29,11 @@ from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 2  # steps tokenized in advance
-_STREAM_ORDER = (
-    "lanes",
-    "block_cells",
-    "window_blocks",
-    "equal_steps",
-)  # options that, with seed and batch, define the order
-_PART = "train_frac"  # as well, if not all cells are read
-_WEIGHTS = (  # as well, with weights
-    "weight_by",
-    "weight_exponent",
-    "max_repeats",
-    "weight_warmup_steps",
-    "weight_start_exponent",
-)
-_ABSENT = {_PART: 1.0, "weight_start_exponent": 0.0}  # values in checkpoints that do not have them
+# options that, with seed and batch, define the order; with weights, those too; and the part if not all cells are read
+_STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
+_WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent")
+_PART = "train_frac"
+_ABSENT = {_PART: 1.0}  # values in states without them
 
 
 class CellStream:
@@ -87,9 +77,7 @@ class CellStream:
         opened = Manifest.read(manifest)
         assert tokens.sequences == (opened.ordered and not opened.ranked), f"{manifest}: not for {tokens.tokenizer}"
         entry = opened.entry(split)
-        self._shards = open_shards(
-            opened, split, copies
-        )  # checks the manifest's numbers before memory is taken for them
+        self._shards = open_shards(opened, split, copies)  # checks the manifest's numbers before memory is taken
         sizes = tuple(shard.n_obs for shard in entry.shards)
         order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         weighted = stream.weights_column() if shuffle else {}
@@ -98,7 +86,7 @@ class CellStream:
             max_cells, weights = stream.train_cells(entry.n_obs), weights | {_PART: stream.train_frac}
         repeats = None
         if weighted:
-            repeats = Repeats.of(read_level_numbers(opened, split, opened.levels(weighted))[:][:, 0], stream)
+            repeats = Repeats(read_level_numbers(opened, split, opened.levels(weighted))[:][:, 0], stream)
         self._layout = EpochLayout(
             sizes,
             **order,

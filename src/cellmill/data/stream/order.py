@@ -26,7 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
 
@@ -42,27 +41,14 @@ class Repeats:
     """Repeats of the cells of a split."""
 
     levels: np.ndarray  # (cells,) int, from 0: number of each cell's level; unknown levels are one level
-    exponent: float
-    max_repeats: float
-    warmup_steps: int  # steps over which weights go from those of `start_exponent`, by the first step of each epoch
-    start_exponent: float = 0.0
-
-    @classmethod
-    def of(cls, levels: np.ndarray, stream: Stream) -> Self:
-        """Return the repeats that the options ask for."""
-        return cls(
-            levels,
-            stream.weight_exponent,
-            stream.max_repeats,
-            stream.weight_warmup_steps,
-            stream.weight_start_exponent,
-        )
+    stream: Stream
 
     def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
         """(cells,) uint16: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
         counts = np.zeros(len(self.levels), np.uint16)
         for level, total in enumerate(self.totals(first_step)):
-            cells = self._cells_of(level)
+            end = int(self._sizes[: level + 1].sum())
+            cells = self._by_level[end - int(self._sizes[level]) : end]
             if not len(cells):
                 continue
             each, more = divmod(total, len(cells))
@@ -74,8 +60,10 @@ class Repeats:
 
     def totals(self, first_step: int) -> list[int]:
         """Cells that are read of each level in an epoch that begins at `first_step`; their sum is the split's cells."""
-        part = 1.0 if not self.warmup_steps else min(1.0, first_step / self.warmup_steps)
-        exact = self._sizes * ((1 - part) * self._weights(self.start_exponent) + part * self._weights(self.exponent))
+        stream = self.stream
+        part = 1.0 if not stream.weight_warmup_steps else min(1.0, first_step / stream.weight_warmup_steps)
+        before, after = self._weights(stream.weight_start_exponent), self._weights(stream.weight_exponent)
+        exact = self._sizes * ((1 - part) * before + part * after)
         totals = np.floor(exact).astype(np.int64)
         # whole cells: the largest remainders are rounded up
         left = len(self.levels) - int(totals.sum())
@@ -84,7 +72,7 @@ class Repeats:
 
     def _weights(self, exponent: float) -> np.ndarray:
         # exactly 1 for exponent 0, where a quotient of sums may not be
-        return weights(self._sizes, exponent, self.max_repeats) if exponent else np.ones(len(self._sizes))
+        return weights(self._sizes, exponent, self.stream.max_repeats) if exponent else np.ones(len(self._sizes))
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -93,10 +81,6 @@ class Repeats:
     @cached_property
     def _by_level(self) -> np.ndarray:
         return np.argsort(self.levels, kind="stable")
-
-    def _cells_of(self, level: int) -> np.ndarray:
-        end = int(self._sizes[: level + 1].sum())
-        return self._by_level[end - int(self._sizes[level]) : end]
 
 
 def weights(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
@@ -226,7 +210,11 @@ class Epoch:
             full[lane : dealt : layout.lanes] + rest.cut(cuts[lane], cuts[lane + 1]) for lane in range(layout.lanes)
         ]
         self.lane_cells = [int(runs.n.sum()) for runs in self.lanes]
-        self.borders = [_borders(runs, layout.window_blocks) for runs in self.lanes]
+        self.borders = []
+        for runs in self.lanes:
+            ends = np.cumsum(runs.n)
+            window_ends = ends[layout.window_blocks - 1 :: layout.window_blocks]
+            self.borders.append(np.unique(np.concatenate([[0], window_ends, ends[-1:]])))
 
     def window_runs(self, lane: int, window: int) -> Runs:
         """Runs of cells in window `window` of `lane`."""
@@ -262,16 +250,11 @@ def _joined(runs: list[Runs]) -> Runs:
     return Runs(*(np.concatenate([getattr(r, name) for r in runs]) for name in ("shard", "first", "n")))
 
 
-def _borders(runs: Runs, window_blocks: int) -> np.ndarray:
-    ends = np.cumsum(runs.n)
-    return np.unique(np.concatenate([[0], ends[window_blocks - 1 :: window_blocks], ends[-1:]]))
-
-
 COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
 
 
-class RepeatedEpoch:
-    """Order of one epoch of a layout with `repeats`; has the attributes and methods of `Epoch` that readers use."""
+class RepeatedEpoch(Epoch):
+    """Order of one epoch of a layout with `repeats`, without `lanes`."""
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
@@ -297,11 +280,6 @@ class RepeatedEpoch:
         cells = np.concatenate([self._cells(copy) for copy in range(first, last + 1)])
         before = int(self._ends[first] - self._n[first])
         return self._runs(cells[low - before : high - before])
-
-    def window_order(self, lane: int, window: int) -> np.ndarray:
-        """Permutation of the cells of the window's concatenated runs."""
-        cells = int(self.borders[lane][window + 1] - self.borders[lane][window])
-        return permutation(cells, self.layout.seed, WINDOW, window, lane, self.epoch)
 
     def _blocks(self) -> tuple[np.ndarray, np.ndarray]:
         """First cell of each block of the split, counted over all shards, and number of its cells."""
@@ -352,6 +330,6 @@ def shards_read(layout: EpochLayout, lanes: list[int], step: int, stop: int) -> 
     return read
 
 
-def epoch_order(layout: EpochLayout, epoch: int) -> Epoch | RepeatedEpoch:
+def epoch_order(layout: EpochLayout, epoch: int) -> Epoch:
     """Return the order of an epoch of `layout`."""
     return Epoch(layout, epoch) if layout.repeats is None else RepeatedEpoch(layout, epoch)

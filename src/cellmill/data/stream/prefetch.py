@@ -16,7 +16,7 @@ import numpy as np
 
 from cellmill.data.shards.reader import RowFile, places
 from cellmill.data.stream.lane_lengths import LaneLengths
-from cellmill.data.stream.order import Epoch, EpochLayout, RepeatedEpoch, Runs, epoch_order
+from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
 
 _TASKS = 32  # of the windows read into one buffer: handing one over costs as much as reading some cells
 
@@ -165,7 +165,7 @@ class Prefetch:
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
         self._buffer = Buffer()  # for a step whose cells are in two of the buffers
-        self._epochs: dict[int, Epoch | RepeatedEpoch] = {}
+        self._epochs: dict[int, Epoch] = {}
         self._reader = WindowReader(shards, self._dtype, io_threads)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class Prefetch:
             np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
         return WindowCells(steps, lanes, cells, lengths, starts, genes, counts)
 
-    def _epoch(self, epoch: int) -> Epoch | RepeatedEpoch:
+    def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
             self._epochs = {epoch - 1: self._epochs[epoch - 1]} if epoch - 1 in self._epochs else {}
             self._epochs[epoch] = epoch_order(self._layout, epoch)
@@ -264,7 +264,7 @@ class Prefetch:
                 return
             epoch, before = epoch + 1, self._layout.lanes_before(0)
 
-    def _plan(self, order: Epoch | RepeatedEpoch, lanes: list[int], window: int) -> WindowPlan:
+    def _plan(self, order: Epoch, lanes: list[int], window: int) -> WindowPlan:
         """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
         runs = [order.window_runs(lane, window) for lane in lanes]
         shuffled = [order.window_order(lane, window) for lane in lanes]

@@ -8,7 +8,6 @@ genes are still to come.
 Legend: T tokens of the batch, C cells, V tokens of the vocabulary, H hidden.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -17,19 +16,16 @@ from torch import nn
 from cellmill.config.parts.families import AutoregressiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.models.batch import EncoderBatch
-from cellmill.models.blocks import Block, Entry
-from cellmill.models.cell_encoder import CellEncoder, mean_state
-from cellmill.models.families.encoder import EncoderModel, value_embedding
-from cellmill.models.initial import STD, with_std
+from cellmill.models.cell_encoder import TokenEncoder, mean_state
+from cellmill.models.families.encoder import pre_norm_blocks, value_embedding
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import embed_tokens
 
 
-class AutoregressiveModel(CellEncoder):
+class AutoregressiveModel(TokenEncoder):
     """See the module."""
 
-    plan = replace(EncoderModel.plan, begin=("gene_embedding", "value_embedding", "rank_embedding"))
-    gene_rows = frozenset({"gene_embedding.weight"})
+    plan = replace(TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "rank_embedding"))
     start: nn.Parameter  # (H,): the state before the first gene, attached by `next_gene`
     gene_bias: nn.Parameter  # (V,): bias of the logits of genes, attached by `next_gene`
 
@@ -43,15 +39,7 @@ class AutoregressiveModel(CellEncoder):
         has_values = tokens.value_kind in ("scalar", "class")
         self.value_embedding = value_embedding(tokens, hidden) if has_values else None
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
-        self.enter, self.enter_keys = Entry(), Entry()
-        blocks = [
-            Block(hidden, config.heads, config.ffn_width, config.dropout, index, causal=True)
-            for index in range(config.layers)
-        ]
-        for block in blocks:
-            with_std(block.out, STD / math.sqrt(2 * config.layers))
-            with_std(block.down, STD / math.sqrt(2 * config.layers))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = pre_norm_blocks(config, causal=True)
         self.norm = nn.LayerNorm(hidden)
         self.attach_heads(n_tokens)
 
@@ -59,13 +47,6 @@ class AutoregressiveModel(CellEncoder):
         """(T, H): the embedded tokens."""
         places = torch.arange(len(prepared.genes), device=prepared.genes.device) - prepared.cu_seqlens[prepared.cell]
         return self.enter(self.inputs(prepared.genes, prepared.values, places))
-
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H) -> (T, H)."""
-        token_keys = self.enter_keys(prepared.token_keys)
-        for block in self.blocks:
-            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
-        return x
 
     def inputs(self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their cells from 0."""

@@ -15,22 +15,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.families import AutoencoderConfig, EncoderConfig
+from cellmill.config.parts.families import AutoencoderConfig, AutoregressiveConfig, EncoderConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, with_extra_tokens
-from cellmill.models.blocks import Block, Entry
+from cellmill.models.blocks import Block
 from cellmill.models.cell_encoder import (
-    CellEncoder,
     CovariateEmbedding,
     CovariatePrefix,
+    TokenEncoder,
     attended_state,
     first_state,
     first_tokens,
     mean_state,
     padded_state,
 )
-from cellmill.models.family import ParallelPlan
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
 from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
@@ -40,27 +39,10 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 ALL = slice(None)
 
 
-class EncoderModel(CellEncoder):
+class EncoderModel(TokenEncoder):
     """See the module."""
 
-    plan = ParallelPlan(
-        blocks="blocks",
-        compiled=("before", "after"),
-        tensor={
-            "gene_embedding": "vocabulary",
-            "enter": "enter",
-            "enter_keys": "enter",
-            "blocks.*.attention_norm": "norm",
-            "blocks.*.qkv": "columns",
-            "blocks.*.out": "rows",
-            "blocks.*.ffn_norm": "norm",
-            "blocks.*.up": "columns",
-            "blocks.*.down": "rows",
-            "norm": "leave",
-        },
-        begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"),
-    )
-    gene_rows = frozenset({"gene_embedding.weight"})
+    plan = replace(TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"))
     gene_vectors: GeneVectors | None
 
     def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
@@ -77,13 +59,7 @@ class EncoderModel(CellEncoder):
             rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
             self.level_rows = {**self.level_rows, **rows}
         attach_gene_vectors(self, config, n_tokens)
-        self.enter, self.enter_keys = Entry(), Entry()
-        into_residual = STD / math.sqrt(2 * max(config.layers, 1))
-        blocks = [Block(hidden, config.heads, config.ffn_width, config.dropout, at) for at in range(config.layers)]
-        for block in blocks:
-            with_std(block.out, into_residual)
-            with_std(block.down, into_residual)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
         self.pooling = config.pooling
         if self.pooling == "cls":
@@ -135,13 +111,6 @@ class EncoderModel(CellEncoder):
             x = torch.where(first_tokens(prepared)[:, None], self.cell_token.to(x.dtype), x)
         return self.enter(x)
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H) -> (T, H)."""
-        token_keys = self.enter_keys(prepared.token_keys)
-        for block in self.blocks:
-            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
-        return x
-
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
         if self.pooling == "cls":
@@ -171,6 +140,18 @@ class EncoderModel(CellEncoder):
             return genes + embedded
         rows = prepared.covariate_rows[at]
         return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
+
+
+def pre_norm_blocks(config: EncoderConfig | AutoregressiveConfig, causal: bool = False) -> nn.ModuleList:
+    """Blocks whose layers into the residual stream start small, as in GPT-2."""
+    blocks = [
+        Block(config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal)
+        for index in range(config.layers)
+    ]
+    for block in blocks:
+        for layer in (block.out, block.down):
+            with_std(layer, STD / math.sqrt(2 * config.layers))
+    return nn.ModuleList(blocks)
 
 
 def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:

@@ -23,8 +23,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.blocks import Block, Entry
-from cellmill.models.cell_encoder import CellEncoder
-from cellmill.models.family import ParallelPlan
+from cellmill.models.cell_encoder import TokenEncoder
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective
 from cellmill.parallel.cpu_matmul import Linear
@@ -56,26 +55,10 @@ class PostNormBlock(Block):
         return out
 
 
-class PostNormEncoder(CellEncoder):
+class PostNormEncoder(TokenEncoder):
     """Base of both families, which define `inputs`, and add the modules it reads to `plan.begin`."""
 
-    plan = ParallelPlan(
-        blocks="blocks",
-        compiled=("before", "after"),
-        tensor={
-            "gene_embedding": "vocabulary",
-            "enter": "enter",
-            "enter_keys": "enter",
-            "blocks.*.qkv": "columns",
-            "blocks.*.out": "rows",
-            "blocks.*.attention_norm": "norm",
-            "blocks.*.up": "columns",
-            "blocks.*.down": "rows",
-            "blocks.*.ffn_norm": "norm",
-            "norm": "leave",
-        },
-    )
-    gene_rows = frozenset({"gene_embedding.weight"})
+    config: PostNormConfig
     norm: nn.Module
 
     def __init__(self, config: PostNormConfig, n_genes: int, objective: Objective) -> None:
@@ -85,7 +68,6 @@ class PostNormEncoder(CellEncoder):
         self.gene_embedding = nn.Embedding(self.n_tokens, config.hidden)
         if config.n_ends:
             self.end_embedding = nn.Embedding(config.n_ends, config.hidden)
-        self.enter, self.enter_keys = Entry(), Entry()
         self.blocks = nn.ModuleList(PostNormBlock(config, index) for index in range(config.layers))
         self.norm = Entry()  # each block ends with a norm
 
@@ -113,15 +95,11 @@ class PostNormEncoder(CellEncoder):
         ends = F.embedding((-1 - genes).clamp(min=0), self.end_embedding.weight)
         return torch.where((genes < 0)[:, None], ends, vectors)
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H) -> (T, H)."""
-        return self._blocks(x, prepared, len(self.blocks))
-
     def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
         prepared = EncoderBatch.prepared(self.with_ends(batch))
         last = len(self.blocks) + self.config.embed_layer
-        return self.cell_vectors(self._blocks(self.begin(prepared), prepared, last), prepared)
+        return self.cell_vectors(self.first_blocks(self.begin(prepared), prepared, last), prepared)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
@@ -131,13 +109,6 @@ class PostNormEncoder(CellEncoder):
         summed = (states.float() * is_gene[:, None], is_gene)
         sums, numbers = (segment_sum(part, prepared.cell, prepared.cu_seqlens) for part in summed)
         return sums / numbers.clamp(min=1)[:, None]
-
-    def _blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:
-        """Apply the first `number` blocks."""
-        token_keys = self.enter_keys(prepared.token_keys)
-        for block in list(self.blocks)[:number]:
-            x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
-        return x
 
 
 class BertModel(PostNormEncoder):
