@@ -56,7 +56,7 @@ def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
     prepared = EncoderBatch.prepared(network.with_ends(batch))
     with torch.no_grad():
         x = network.begin(prepared)
-        layers = [network._blocks(x, prepared, number) for number in range(len(network.blocks) + 1)]
+        layers = [network.first_blocks(x, prepared, number) for number in range(len(network.blocks) + 1)]
         head = network.head(layers[-1])
         logits = head @ network.gene_embedding.weight.T + network.gene_bias
     return {"hidden": torch.stack(layers), "logits": logits}
