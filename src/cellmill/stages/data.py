@@ -1,16 +1,4 @@
-"""Stages that make a corpus, from inputs to shards.
-
-Each is a function of this module:
-
-    fetch        the input of a dataset at a URL, copied into the cache that jobs share
-    demo         700 real blood cells from the scanpy package, as an .h5ad like a user's
-    simulate     simulated cells or protein sequences as a file like a user's, for trials and tests of scale
-    preprocess   cells of one dataset that pass QC, with genes named by Ensembl id, and a report of the dropped ones
-    vocabulary   genes of a corpus, with the number of cells in which each is detected and its median there
-    divide       the plan of a corpus's shards, for jobs that write a part of them each (`shard.jobs`)
-    shard_part   a part of the shards of a corpus, by that plan
-    shard        shards of a corpus, split, preshuffled and in rank order, and their manifest
-"""
+"""Stages that make a corpus, from inputs to shards (`workflow/rules/data.smk`)."""
 
 import re
 from pathlib import Path
@@ -28,7 +16,6 @@ from cellmill.data.prepare.obs import sentence
 from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.data.prepare.sequences import preprocess_sequences
 from cellmill.data.prepare.simulate import read_demo, shipped_file, simulate_cells, write_sequences
-from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError
@@ -82,25 +69,23 @@ def preprocess(
     path = local_input(input)
     with open_dataset(path, counts) as reader:
         reader.round_counts = round_counts
-        figures = (preprocess_sequences if reader.ordered else preprocess_cells)(
-            reader, options.preprocess, out, columns
-        )
+        prepare = preprocess_sequences if reader.ordered else preprocess_cells
+        qc = prepare(reader, options.preprocess, out, columns)
         reader.warn_if_rounded()
     origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
     origin |= {"round_counts": True} if round_counts else {}
     origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
-    write_json(report, {"dataset": dataset, "source": origin, **figures})
-    cells, genes = figures["cells"], figures["genes"]
+    write_json(report, {"dataset": dataset, "source": origin, **qc})
+    cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
-    coverage = figures["coverage"]
     if "counts_frac" in coverage and coverage["organism"] is not None:
         print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
         if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):
             print(f"{dataset}: {line}")
     if coverage.get("reference"):
         print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
-    for name, labels in figures.get("labels", {}).items():
+    for name, labels in qc.get("labels", {}).items():
         print(f"{dataset}: {sentence(name, labels)}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")
@@ -114,7 +99,7 @@ def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path) -> N
 
 
 def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Give every cell of `cells` a split, a shard and a place; write the plan to the folder of `out` (plan.json).
+    """Give every cell of `cells` a split, a shard and a position; write the plan to the folder of `out` (plan.json).
 
     The manifest beside that folder is removed.
     """
@@ -149,17 +134,10 @@ def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Pa
     left_out = sum(manifest.left_out.values())
     note = f"; {left_out:,} dropped: no gene in the vocabulary" if left_out else ""
     print(f"cells: {sizes}{note} -> {out}")
-    for line in _duplicates(manifest, options.shard.duplicates):
-        print(line)
-
-
-def _duplicates(manifest: Manifest, option: str) -> list[str]:
-    """Lines about cells with the same counts of the same genes."""
-    if not manifest.duplicates:
-        return []
-    where = ", ".join(f"{name}: {n:,}" for name, n in manifest.duplicates.items())
-    done = "dropped" if option == "drop" else "kept; shard.duplicates: drop leaves them out"
-    lines = [f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}"]
+    if manifest.duplicates:
+        where = ", ".join(f"{name}: {n:,}" for name, n in manifest.duplicates.items())
+        dropped = options.shard.duplicates == "drop"
+        done = "dropped" if dropped else "kept; shard.duplicates: drop leaves them out"
+        print(f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}")
     if manifest.across_splits:
-        lines.append(f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out")
-    return lines
+        print(f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out")

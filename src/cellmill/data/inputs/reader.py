@@ -35,27 +35,22 @@ class RoundedCounts:
     """Collector of the first cells that are read, and what they show."""
 
     def __init__(self) -> None:
-        self._sums: list[np.ndarray] = []
-        self._smallest: list[np.ndarray] = []
-        self._largest: list[np.ndarray] = []  # of cells with `_MANY_GENES` genes
-        self._n_cells = 0
+        self._cells = np.zeros((4, 0), np.int64)  # sum, smallest and largest count, and number of genes
 
     def add(self, counts: sp.csr_matrix) -> None:
         """Add cells of a canonical CSR block without stored zeros."""
-        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._n_cells]
+        rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._cells.shape[1]]
         if len(rows):
             block = counts[rows]
-            self._sums.append(row_sums(block))
-            self._smallest.append(np.minimum.reduceat(block.data, block.indptr[:-1]))
-            largest = np.maximum.reduceat(block.data, block.indptr[:-1])
-            self._largest.append(largest[np.diff(block.indptr) >= _MANY_GENES])
-            self._n_cells += len(rows)
+            ends = (extreme.reduceat(block.data, block.indptr[:-1]) for extreme in (np.minimum, np.maximum))
+            self._cells = np.hstack([self._cells, [row_sums(block), *ends, np.diff(block.indptr)]])
 
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""
-        if self._n_cells < _FEWEST:
+        sums, smallest, largest, n_genes = self._cells
+        if len(sums) < _FEWEST:
             return None
-        sums, smallest, largest = map(np.concatenate, (self._sums, self._smallest, self._largest))
+        largest = largest[n_genes >= _MANY_GENES]
         low, high = np.quantile(sums, (0.05, 0.95))
         if (above_one := float((smallest > 1).mean())) > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
@@ -80,8 +75,6 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     rank order, without counts.
     """
 
-    ordered: bool = False
-    ranked: bool = False
     dataset: str | None = None  # its name, where the stem of `path` is another
     round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
 
@@ -90,16 +83,12 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
-        self._source, self._close = source, close or source.close
+        self._source, self.close = source, close or source.close
         self.matches: dict[tuple[str, ...], Any] = {}  # of `names.match_columns`, by the ids of the vocabulary
         self._rounded = RoundedCounts()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close the file and drop temporary ones."""
-        self._close()
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""
@@ -149,48 +138,39 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
         """Values of `matrix`, rounded if requested. Raises DataError for values that are not counts."""
-        values = matrix.data
+        values, hint = matrix.data, f"; {self._elsewhere()}"
         if values.dtype.kind not in "buif":
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
         if values.dtype.kind == "f":
             self._refuse(~np.isfinite(values), "is not finite", "; counts are whole numbers from 0", matrix, first)
         if values.dtype.kind in "if":
-            self._refuse(values < 0, "is negative", f": it looks scaled; {self._elsewhere()}", matrix, first)
-        if values.dtype.kind == "f" and self.round_counts:
-            values = self._nearest(matrix, first)
-        if values.dtype.kind == "f":
-            fractional = values != np.floor(values)
-            if fractional.any():
-                logs = values.max() < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
-                looks = "log-transformed" if logs else "normalised"
-                self._refuse(fractional, "is fractional", f": it looks {looks}; {self._elsewhere()}", matrix, first)
+            self._refuse(values < 0, "is negative", f": it looks scaled{hint}", matrix, first)
+        if values.dtype.kind == "f" and (fractional := values != np.floor(values)).any():
+            logs = values.max() < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
+            looks = "log-transformed" if logs else "normalised"
+            if not self.round_counts:
+                self._refuse(fractional, "is fractional", f": it looks {looks}{hint}", matrix, first)
+            sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
+            sums = sums[sums > 0]
+            if logs or (len(sums) > 1 and np.ptp(sums) < 1e-3 * sums[0]):
+                looks += "" if logs else ": all cells have one sum"
+                fault = f"is fractional, and rounding (round_counts) is for counts: it looks {looks}"
+                self._refuse(fractional, fault, hint, matrix, first)
+            values = np.rint(values)  # halves to even
         if len(values) and values.max() > MAX_COUNT:
             self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
         return values
 
-    def _nearest(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values to the nearest whole number, halves to even. Raises DataError for values that are not counts."""
-        values = matrix.data
-        fractional = values != np.floor(values)
-        sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
-        sums = sums[sums > 0]
-        logs = values.max(initial=0) < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
-        one_sum = len(sums) > 1 and np.ptp(sums) < 1e-3 * sums[0]
-        if logs or one_sum:
-            looks = "log-transformed" if logs else "normalised: all cells have one sum"
-            fault = f"is fractional, and rounding (round_counts) is for counts: it looks {looks}"
-            self._refuse(fractional, fault, f"; {self._elsewhere()}", matrix, first)
-        return np.rint(values)
-
     def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
         if not bad.any():
             return
-        at = int(bad.argmax())
-        cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, at, side="right")) - 1]
-        gene = self.var_names[matrix.indices[at]]
+        index = int(bad.argmax())
+        cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, index, side="right")) - 1]
+        gene, value = self.var_names[matrix.indices[index]], matrix.data[index]
+        short = f"{value:g}"  # unless it would look like a whole number that the value is not
+        digits = short if float(short) == value or not float(short).is_integer() else str(value)
         raise DataError(
-            f"{self.path}: {self.counts} does not hold counts: {_digits(matrix.data[at])} (cell {cell!r}, gene "
-            f"{gene!r}) {fault}{remedy}"
+            f"{self.path}: {self.counts} does not hold counts: {digits} (cell {cell!r}, gene {gene!r}) {fault}{remedy}"
         )
 
     def _elsewhere(self) -> str:
@@ -206,12 +186,6 @@ def _exact(values: np.ndarray) -> np.ndarray | None:
     with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
         counts = values.astype(np.uint32)
     return counts if bool((counts.astype(values.dtype) == values).all()) else None
-
-
-def _digits(value: np.generic) -> str:
-    """Text of a number, short unless it would look like a whole number that it is not."""
-    short = f"{value:g}"
-    return short if float(short) == value or not float(short).is_integer() else str(value)
 
 
 def refuse_duplicates(path: Path, kind: str, names: pd.Index, remedy: str) -> None:

@@ -51,7 +51,7 @@ class PaddedShards(StoredMatrix):
         kinds = {"X": REAL, "gene_indices": WHOLE, "n_genes": WHOLE}
         arrays = []
         for name, kind in kinds.items():
-            path = _shard(self._folder, number) / f"{name}.npy"
+            path = self._folder / f"shard_{number:03d}" / f"{name}.npy"
             if not path.is_file():
                 raise DataError(f"{path}: no such file; copy the shards again")
             with reading(path):
@@ -65,7 +65,7 @@ class PaddedShards(StoredMatrix):
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for number, (values, indices, lengths) in enumerate(self._shards):
-            where = _shard(self._folder, number)
+            where = self._folder / f"shard_{number:03d}"
             for first in range(0, len(lengths), block):
                 with reading(where):
                     n = np.asarray(lengths[first : first + block]).astype(np.int64)
@@ -82,10 +82,6 @@ class PaddedShards(StoredMatrix):
                     raise DataError(f"{where}: gene index {wrong} is not in the gene vocabulary: damaged")
                 starts = np.concatenate([[0], np.cumsum(n)])
                 yield sp.csr_matrix((data, rows.astype(np.int32), starts), shape=(len(n), self.shape[1]))
-
-
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"shard_{number:03d}"
 
 
 def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
@@ -107,7 +103,7 @@ def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
 def _obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
     frames = [pd.DataFrame(index=range(n)) for n in sizes]
     for number, n in enumerate(sizes):
-        path = _shard(folder, number) / "obs.parquet"
+        path = folder / f"shard_{number:03d}" / "obs.parquet"
         if not path.is_file():
             continue
         parquet = import_arrow("pyarrow.parquet")
