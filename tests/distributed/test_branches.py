@@ -103,4 +103,4 @@ def test_a_checkpoint_that_was_not_kept_is_named(
     corpus: str, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _train(corpus, tmp_path / "branch", trunk.with_name("step-00000003"), steps=8) == 2
-    assert "step-00000003: no such checkpoint; there are those of steps" in capsys.readouterr().err
+    assert "no checkpoint of step 3; there are those of steps" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path
     waits: list[float] = []
 
     with pytest.MonkeyPatch.context() as patch:  # time passes, and nobody renews
-        patch.setattr(module, "_silent_s", lambda file: 20.0 * len(waits))
+        patch.setattr(module, "_last_sign", lambda file: (1, 20.0 * len(waits)))
         assert claim(tmp_path, "2", wait=waits.append).job == "2"
     assert own.file.name == "00000001.json"
     assert len(waits) == 3

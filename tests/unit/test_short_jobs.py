@@ -18,23 +18,36 @@ def record(folder: Path, elapsed_s: float) -> JobRecord:
     return JobRecord.of(Machine(launcher="slurm", runtime=10, save_within_s=60), folder, "7", "one")
 
 
+class Run:
+    """Jobs of one run; each gives the line of `ShortJobs` about it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.trained = folder, [0.0]
+        self.short = ShortJobs(lambda: self.trained[-1])
+
+    def line(self, elapsed_s: float, training_s: float, steps: int) -> str:
+        self.short.begin()
+        self.trained.append(self.trained[-1] + training_s)
+        return self.short.line(record(self.folder / str(len(self.trained)), elapsed_s), steps)
+
+
 def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) -> None:
-    trained = [0.0]
-    short = ShortJobs(lambda: trained[-1])
-
-    def line(name: str, elapsed_s: float, training_s: float, steps: int) -> str:
-        short.begin()
-        trained.append(trained[-1] + training_s)
-        return short.line(record(tmp_path / name, elapsed_s), steps)
-
-    assert line("a", 540, 54, 3) == ""
-    assert line("preempted", 100, 10, 1) == "", "it did not reach its limit"
-    assert line("b", 540, 54, 3) == ""
-    assert line("c", 540, 162, 9) == (
+    run = Run(tmp_path)
+    assert run.line(540, 54, 3) == ""
+    assert run.line(100, 10, 1) == "", "preempted: it did not reach its limit"
+    assert run.line(540, 54, 3) == ""
+    assert run.line(540, 162, 9) == (
         "warning: the last 2 jobs spent 80% of their time on starting and saving, and made 3 and 9 steps: raise "
         "runtime (10 min) in the profile"
     )
-    assert line("d", 540, 54, 3) == ""
+    assert run.line(540, 54, 3) == ""
+
+
+def test_jobs_that_train_or_of_which_nothing_is_known_are_not_named(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert [run.line(540.0, training_s, 9) for training_s in (400.0, 54.0, 400.0)] == [""] * 3
+    run.short.training_s = lambda: None
+    assert [run.line(540.0, 0.0, 0) for _ in range(3)] == [""] * 3
 
 
 def test_a_start_up_that_the_limit_cut_off_is_named_with_its_time(tmp_path: Path) -> None:
@@ -51,16 +64,3 @@ def test_a_start_up_that_the_limit_cut_off_is_named_with_its_time(tmp_path: Path
     assert short.start_up(announced, 3, was_to_save=True) == ""
     trained.append(4.0)
     assert short.start_up(announced, 0, was_to_save=True) == "", "it made steps"
-
-
-def test_jobs_that_train_are_not_named(tmp_path: Path) -> None:
-    trained = [0.0]
-    short = ShortJobs(lambda: trained[-1])
-    for name, training_s in (("a", 400.0), ("b", 54.0), ("c", 400.0)):
-        short.begin()
-        trained.append(trained[-1] + training_s)
-        assert short.line(record(tmp_path / name, 540.0), 9) == ""
-    unknown = ShortJobs(lambda: None)
-    for name in ("d", "e", "f"):
-        unknown.begin()
-        assert unknown.line(record(tmp_path / name, 540.0), 0) == ""

@@ -24,19 +24,19 @@ NOT_LAUNCHED = re.compile(
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
 OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
-OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"
-"""SLURM reports that the kernel killed a process for memory."""
-REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
-"""The job ended because another one has the run."""
-FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"
-"""A command before srun failed."""
-FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
-TO_SAVE = "^(SIGUSR2: saving)$"
-"""SLURM announced the end of the job, as it does before the time limit."""
 
 
 class Tail:
-    """Reads lines appended to the log of a job, and prints them if `echo`."""
+    """Reads lines appended to the log of a job, and prints them if `echo`.
+
+    Its patterns are of lines near the log's end, for `last`.
+    """
+
+    OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"  # the kernel killed a process for memory, says SLURM
+    REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
+    FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"  # before srun
+    FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
+    TO_SAVE = "^(SIGUSR2: saving)$"  # SLURM announced the end of the job, as it does before the time limit
 
     def __init__(self, path: Path, echo: bool = True) -> None:
         self.path, self.echo, self.position = path, echo, 0

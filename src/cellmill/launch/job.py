@@ -111,14 +111,9 @@ class Restarts:
 def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
     """Run `job` with the restarts it allows; return the first non-zero exit code of an agent, or 0.
 
-    Raises Interrupted if signals ended it before its state was saved.
-
-    Parameters
-    ----------
-    keep_open
-        File descriptor that the agents inherit: a lock it holds stays held until the last of them has ended.
-    check
-        Called each second; what it raises ends the processes.
+    The agents inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them has ended.
+    `check` is called each second; what it raises ends the processes. Raises Interrupted if signals ended it before its
+    state was saved.
     """
     agents: list[subprocess.Popen[bytes]] = []
     signals, restarts = 0, Restarts(job)

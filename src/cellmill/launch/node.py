@@ -259,12 +259,7 @@ def run_allocation(
     Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
     outside an allocation.
 
-    Parameters
-    ----------
-    keep_open
-        File descriptor that srun inherits: a lock it holds stays held until the training has ended.
-    check
-        Called each second; what it raises ends the processes.
+    srun inherits `keep_open`, and `check` is called each second, as in `run_local`.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:

@@ -129,13 +129,7 @@ class Gate:
 
 
 class Relay:
-    """This node's way to the store, in a thread of the agent.
-
-    Parameters
-    ----------
-    store
-        The gate of the store, on the first node; None on the others.
-    """
+    """This node's way to the store, in a thread of the agent. `store` is its gate on the first node, else None."""
 
     def __init__(self, rendezvous: Rendezvous, store: Gate | None) -> None:
         self.rendezvous, self.store = rendezvous, store

@@ -16,20 +16,7 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped, UserError
-from cellmill.launch.follow import (
-    FAILED_IMPORT,
-    FAILED_SETUP,
-    OUT_OF_MEMORY,
-    REFUSED,
-    TICK_S,
-    TO_SAVE,
-    JobFollower,
-    Tail,
-    cancel_job,
-    save_job,
-    say,
-    settle,
-)
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
@@ -181,13 +168,13 @@ class SlurmLauncher:
                 if self.folder.state() == "done":
                     return
                 why, log = self._why_another(ended), Tail(ended.log)
-                if why == log.last(REFUSED):
+                if why == log.last(Tail.REFUSED):
                     record = self._after_claim()
                     if self.folder.state() == "done":
                         return
                     continue
                 saved = self.folder.saved_step()
-                if too_long := short.start_up(ended, saved - saved_before, bool(log.last(TO_SAVE))):
+                if too_long := short.start_up(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE))):
                     raise UserError(f"{too_long} (job {ended.job_id}, log: {ended.log})")
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
@@ -274,13 +261,13 @@ class SlurmLauncher:
             )
         if ended.state == "CANCELLED":
             raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
-        if refused := log.last(REFUSED):
+        if refused := log.last(Tail.REFUSED):
             return refused
-        if failed := log.last(FAILED_SETUP):
+        if failed := log.last(Tail.FAILED_SETUP):
             raise UserError(f"{failed} {where}")
         if ended.state == "COMPLETED" and self.folder.state() == "stopped":
             return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
-        if ended.state == "OUT_OF_MEMORY" or log.last(OUT_OF_MEMORY):
+        if ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY):
             raise UserError(
                 f"the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
                 f"train.token_budget {where}"
@@ -297,6 +284,6 @@ class SlurmLauncher:
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
         if ended.connection:
             return f"job {ended.job_id} ended with FAILED: {ended.connection}"
-        if failed := log.last(FAILED_IMPORT):
+        if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
         return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"

@@ -15,7 +15,7 @@ from cellmill.config.load import check_options, stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Train, learning_rate
 from cellmill.config.workflow import Workflow
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
 from cellmill.runs.identity import LENGTH, changed_keys, check_data, identity
@@ -28,32 +28,17 @@ RATE = frozenset({"train.schedule", "train.decay_frac", "train.min_lr_frac"})
 def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train: Train, steps: int) -> None:
     """Give `folder` the trunk's checkpoint and curve, unless it has reached that step.
 
+    `trunk` is the folder of the checkpoint, `record` run.json of the branch, `steps` its number of optimizer steps.
     Raises ConfigError if the trunk is another training than the first steps of this one, DataError if its checkpoint is
     missing or damaged.
-
-    Parameters
-    ----------
-    trunk
-        Folder of the checkpoint, such as `results/runs/long/train/checkpoints/step-00000480`.
-    record
-        run.json of the branch.
-    steps
-        Optimizer steps of the branch.
     """
     trunk, path = trunk.absolute(), str(folder.path)
-    given = re.fullmatch(r"step-(\d{8,})", trunk.name)
-    if given is not None and folder.saved_step() >= int(given[1]):
+    if (given := re.fullmatch(r"step-(\d{8,})", trunk.name)) is None:
+        raise ConfigError(f"{trunk}: expected the folder of a checkpoint, such as checkpoints/step-00000480")
+    if folder.saved_step() >= int(given[1]):
         return  # the trunk is not needed any more, and may be gone
     of_trunk = TrainFolder(trunk.parent.parent)
-    checkpoints = {checkpoint.path.name: checkpoint for checkpoint in of_trunk.checkpoints()}
-    if trunk.name not in checkpoints:
-        raise DataError(
-            f"{trunk}: no such checkpoint; there are those of steps "
-            f"{', '.join(str(each.step) for each in checkpoints.values()) or 'none'}; list the step in "
-            "train.keep_steps of that run, and train it anew"
-        )
-    checkpoint = checkpoints[trunk.name]
-    checkpoint.verify()
+    checkpoint = of_trunk.of_step(int(given[1]))
     state, source = checkpoint.state(), str(checkpoint.path / "state.json")
     changes = changed_keys(state, record["identity"], source)
     if different := [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]:

@@ -297,15 +297,9 @@ def write_cost(train: Path, show: bool = True) -> None:
 def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | None:
     """Cost so far of the run in `train`, as in cost.json; None if nothing was ever started.
 
-    Totals are sums over starts. `training_efficiency_frac` = `training_s` / sum of `elapsed_s`: the share of the
-    allocated time spent on steps of the curve. The rest is start-up, validation, checkpoints, steps that were lost and
-    repeated, and trainings of an earlier configuration. `cpu_efficiency_frac` = CPU time used / (allocated cores x
-    time).
-
-    Parameters
-    ----------
-    training_s
-        Seconds spent on the steps of the curve; None if unknown.
+    Totals are sums over starts. `training_efficiency_frac` = `training_s` (of the steps of the curve; None if unknown)
+    / sum of `elapsed_s`. The rest is start-up, validation, checkpoints, steps that were lost and repeated, and
+    trainings of an earlier configuration. `cpu_efficiency_frac` = CPU time used / (allocated cores x time).
     """
     records = Jobs(train).all()
     by_job, why_not = sacct_starts(records)

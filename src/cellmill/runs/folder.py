@@ -50,14 +50,9 @@ class Checkpoint:
             return None
 
     def verify(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
-        """Raises DataError naming the first missing, truncated or changed file.
+        """Raises DataError naming the first missing, truncated or changed file. Hashes tensors only with `contents`.
 
-        Parameters
-        ----------
-        contents
-            Hash the tensors too.
-        share
-            Rank and number of ranks: of as many equal parts of the files, check the part of this rank.
+        `share` is rank and number of ranks: of as many equal parts of the files, that of this rank is checked.
         """
         manifest, (rank, world) = self.path / "manifest.json", share
         try:

@@ -37,12 +37,8 @@ FREE = {
 def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> dict[str, Any]:
     """Return the options that define a run's numbers, as {section.key: value}.
 
-    Parameters
-    ----------
-    init_from
-        SHA-256 of the initial weights; None for random ones.
-    gene_vectors
-        SHA-256 of the file `model.gene_vectors`, in whose place it stands; None without one.
+    `init_from` is the SHA-256 of the initial weights, None for random ones; `gene_vectors` that of the file
+    `model.gene_vectors`, which it replaces.
     """
     values = {
         f"{section}.{key}": value
@@ -57,17 +53,11 @@ def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | N
 
 
 def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> dict[str, str]:
-    """Return {section.key: `before -> now`}, sorted, of the options that differ from those stored in `source`.
+    """Return {section.key: `before -> now`}, sorted, of the options that differ between `stored` and `now`.
 
-    The stored options are validated by this version first, so an option added since then has its default and is no
-    change. Raises ConfigError if they are not valid any more.
-
-    Parameters
-    ----------
-    stored
-        run.json, or the state.json of a checkpoint.
-    now
-        From `identity`.
+    `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored options are validated by
+    this version first, so an option added since then has its default and is no change. Raises ConfigError if they are
+    not valid any more.
     """
     # trackers are not part of the identity, and their package may be gone
     kept = {section: keys for section, keys in stored["options"].items() if section != "track"}

@@ -54,7 +54,7 @@ class Holder:
         file.seek(0)
         try:
             return cls(**json.loads(file.read()))
-        except (ValueError, TypeError):  # written by an earlier version, or half written
+        except (ValueError, TypeError):  # half written
             return cls()
 
     @property
@@ -71,31 +71,25 @@ class Holder:
         except OSError:
             return False
 
-    def hands_over(self) -> bool:
-        """True if the process, of this host, has a handler of SIGUSR1, which would end it while it starts."""
+    def hands_over(self, lock: Path) -> bool:
+        """True if it holds the lock and has a handler of SIGUSR1, which would end it while it starts."""
         try:
             caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
         except OSError:
             return False
-        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+        return self.holds(lock) and caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 @contextmanager
 def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
     """Hold the lock of `folder`. Yields its file descriptor: a child that inherits it holds the lock as well.
 
-    Raises DataError if the lock is not free within `wait_s` seconds.
-
-    Parameters
-    ----------
-    busy
-        Text of that error; `{holder}` is filled in.
-    follows
-        This process only follows a training that runs elsewhere. A holder of the same kind on this host, left over
-        from a workflow that was killed, is asked (SIGUSR1) to hand over.
+    Raises DataError with the text `busy`, in which `{holder}` is filled in, if it is not free within `wait_s`. With
+    `follows` this process only follows a training that runs elsewhere: a holder of the same kind on this host, left
+    over from a workflow that was killed, is made to hand over (SIGUSR1).
     """
     with open(folder / "lock", "a+", encoding="utf-8") as file:
-        deadline, asked = time.monotonic() + wait_s, False
+        deadline, signalled = time.monotonic() + wait_s, False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,9 +101,9 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
                     f"{folder}: this file system has no locks ({error.strerror}); use one where flock works, such as "
                     "Lustre mounted with -o flock"
                 ) from None
-            if follows and holder.follows and not asked and holder.holds(folder / "lock") and holder.hands_over():
+            if follows and holder.follows and not signalled and holder.hands_over(folder / "lock"):
                 os.kill(holder.pid, signal.SIGUSR1)
-                asked = True
+                signalled = True
             if time.monotonic() > deadline:
                 raise DataError(f"{folder}: {busy.format(holder=holder.text)}")
             time.sleep(0.2)
@@ -122,18 +116,14 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
 
 def holder_of(folder: Path) -> Holder | None:
     """The process that holds the lock of `folder`; None if it is free. Changes no file."""
-    try:
-        file = open(folder / "lock", encoding="utf-8")  # noqa: SIM115 - closed by the with below
-    except FileNotFoundError:
-        return None
-    with file:
+    with suppress(FileNotFoundError), open(folder / "lock", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed, at once
         except BlockingIOError:
             return Holder.read(file)
         except OSError:  # a file system without locks: nobody can hold one
             return None
-        return None
+    return None
 
 
 def user_name(uid: int) -> str:
@@ -202,28 +192,27 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
 def living(folder: Path) -> str:
     """The job that claimed `folder` last, if it still renews its claim; otherwise empty."""
     newest = _newest(folder / "claims")
-    if newest is None:
+    sign = None if newest is None else _last_sign(newest)
+    if newest is None or sign is None or sign[1] >= LEASE_S:
         return ""
     job, released = _read(newest)
-    return "" if released or (_silent_s(newest) or 0.0) >= LEASE_S else job
+    return "" if released else job
 
 
 def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) -> None:
     """Return once the claim is released or silent for `LEASE_S`. Raises Claimed if it is renewed."""
-    first = _modified(newest)
-    while not _read(newest)[1]:
-        silent_s, modified = _silent_s(newest), _modified(newest)
-        if silent_s is None or modified is None:  # removed: there is a newer one
+    first: int | None = None
+    while (sign := _last_sign(newest)) is not None:  # None: removed, since there is a newer one
+        modified, silent_s = sign
+        other, released = _read(newest)
+        first = first or modified
+        if released or (modified == first and silent_s >= LEASE_S):
             return
         if modified != first:
-            (other, released), folder = _read(newest), newest.parent.parent
-            if released:
-                return
+            folder = newest.parent.parent
             if other == job:  # SLURM lost the node of its first start and requeued it
                 raise Claimed(f"an earlier start of job {job} is training in {folder}; this start ends")
             raise Claimed(f"job {other} is training in {folder}; job {job} ends")
-        if silent_s >= LEASE_S:
-            return
         wait(TICK_S)
 
 
@@ -240,24 +229,16 @@ def _read(file: Path) -> tuple[str, bool]:
         return "of another launcher", False
 
 
-def _modified(file: Path) -> int | None:
-    """Modification time in ns; None if the file is gone. Opened, since a network file system then asks the server."""
-    try:
-        with open(file, encoding="utf-8") as opened:
-            return os.fstat(opened.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
-
-
-def _silent_s(file: Path) -> float | None:
-    """Seconds since the claim was renewed, by the clock of the file server; None if it is gone."""
-    modified = _modified(file)
-    if modified is None:
-        return None
+def _last_sign(file: Path) -> tuple[int, float] | None:
+    """Modification time of a claim in ns, and its age in s by the clock of the file server; None if it is gone."""
     probe = file.with_name(f".now.{secrets.token_hex(4)}")
     try:
+        with open(file, encoding="utf-8") as opened:  # a network file system then asks the server
+            modified = os.fstat(opened.fileno()).st_mtime_ns
         probe.touch(exist_ok=False)
-        return (probe.stat().st_mtime_ns - modified) / 1e9
+        return modified, (probe.stat().st_mtime_ns - modified) / 1e9
+    except FileNotFoundError:
+        return None
     finally:
         probe.unlink(missing_ok=True)
 

@@ -27,12 +27,9 @@ def copy_until(path: Path, copy: Path, step: int) -> None:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines in order; empty if there is no file. Lines without a step are left out.
+    """Complete lines in order, of the whole file or of its last bytes; empty if there is none.
 
-    Parameters
-    ----------
-    last_bytes
-        Read no more than the end of the file.
+    Lines without a step are left out.
     """
     try:
         with open(path, "rb") as file:
