@@ -10,14 +10,13 @@ follow   sends the run to a tracker, during training or later, from a machine th
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from cellmill.commands.status import living_jobs, train_folder, train_log
+from cellmill.commands.status import living_jobs, train_folder, train_log, until_interrupted
 from cellmill.config.load import stored_options
 from cellmill.config.parts.trackers import TrackerConfig
 from cellmill.config.plugin import Plugin, by_name, in_one_line
@@ -232,7 +231,7 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
         newest = None
     holder = holder_of(train)
-    try:
+    with until_interrupted():
         if follow and holder is not None and not holder.follows:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
@@ -247,7 +246,3 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             raise UserError(f"{run}: job {newest.job_id} ({newest.state}) has no log yet; it will be {newest.log}")
         else:
             raise UserError(f"{run}: no log: it has no job, and {printed} does not exist")
-    except KeyboardInterrupt:
-        return
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -96,7 +96,10 @@ def status(*, runs: list[str], results: Path) -> None:
             notes += [waits] if waits else []
         except Exception as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
-            notes.append(f"{name}: {_message(error, train)}")
+            line = f"unexpected content in a file of {train} ({in_one_line(error)})"
+            if isinstance(error, OSError):
+                line = f"{error.filename}: {error.strerror}"
+            notes.append(f"{name}: {error if isinstance(error, UserError) else line}")
     print(table(rows))
     for note in [*notes, *stages]:
         print(note)
@@ -206,14 +209,6 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
     return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
 
 
-def _message(error: Exception, train: Path) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return f"unexpected content in a file of {train} ({in_one_line(error)})"
-
-
 def table(rows: list[list[str]]) -> str:
     """Columns separated by two spaces; numbers right-aligned."""
     cells = [list(HEAD), *rows]
@@ -241,16 +236,23 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
     if known and run not in known:
         raise UserError(f"{run!r}: no such run in {results / 'runs'} or {config}; {did_you_mean(run, sorted(known))}")
     screen, watched = Screen(sys.stdout), WatchedRun(run, results / "runs" / run / "train")
-    try:
+    with until_interrupted():
         while True:
             state = watched.update()
             screen.show(watched.pieces(state), watched.losses())
             if state in ENDED:
                 return
             time.sleep(every_s)
+
+
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Ctrl-C, or a reader such as `head` that closes the pipe, ends what is enclosed without an error."""
+    try:
+        yield
     except KeyboardInterrupt:
-        return
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        pass
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -290,15 +292,14 @@ class WatchedRun:
         step = max((number for number, _ in self._lines), default=None)
         of = f"/{self._steps} ({(step or 0) / self._steps:.0%})" if self._steps else ""
         shown = [f"{self._name}: {state}", "" if step is None else f"step {step}{of}"]
-        line, validation = self._newest("loss"), self._newest("val_loss")
-        if line:
-            shown += [f"loss {line['loss']:.4g}", f"lr {line['lr']:.2e}" if "lr" in line else ""]
-        if validation:
-            shown.append(f"validation {validation['val_loss']:.4g} at step {validation['step']}")
+        line = self._newest("loss")
+        shown += ["loss {loss:.4g}".format(**line)] if line else []
+        shown += ["lr {lr:.2e}".format(**line)] if "lr" in line else []
+        if validation := self._newest("val_loss"):
+            shown.append("validation {val_loss:.4g} at step {step}".format(**validation))
         if ranked := self._newest("effective_rank"):
-            shown.append(f"effective rank {ranked['effective_rank']:.1f}")
-        if line.get("skipped_steps"):
-            shown.append(f"{line['skipped_steps']} steps skipped")
+            shown.append("effective rank {effective_rank:.1f}".format(**ranked))
+        shown += ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
         if state == "running" and line:
             with suppress(OSError):
                 self._written_at = (self._train / "metrics.jsonl").stat().st_mtime
