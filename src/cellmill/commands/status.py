@@ -22,7 +22,7 @@ from cellmill.config.load import read_yaml, with_sweeps
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError, did_you_mean
 from cellmill.files import read_json
-from cellmill.launch.queue import Queue, QueuedJob, explained_training, stage_jobs, waiting_lines
+from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, waiting_lines
 from cellmill.runs.cost import read_local, span
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import GONE, UNKNOWN, CommandError, Jobs, JobState
@@ -165,7 +165,7 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
     record = Jobs(train).newest()
     if slurm is None or record is None or record.job_id != job_id:
         return cells, ""
-    why = explained_training(slurm, record)
+    why = explained(slurm, **record.request)
     return cells, "" if why == slurm.text else f"{name}: job {job_id}: {why}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.queue import Queue, explained_training
+from cellmill.launch.queue import Queue, explained
 from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, JobState
 from cellmill.runs.lock import living
 
@@ -190,7 +190,7 @@ class JobFollower:
 
     def _described(self, state: JobState) -> str:
         if state.name == "PENDING":
-            return state.text if self.record is None else explained_training(state, self.record)
+            return state.text if self.record is None else explained(state, **self.record.request)
         return (
             f"{state.name} on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else state.name
         )

@@ -88,6 +88,11 @@ class NodeTask:
             state_file=job.state_file,
         )
 
+    @property
+    def error(self) -> Path:
+        """File for the line of a process that knows why it failed."""
+        return Path(self.folder) / "error.txt"
+
     def write(self) -> Path:
         """Write the task as JSON; return the file for `run_task`."""
         path = Path(self.folder) / "task.json"
@@ -100,12 +105,12 @@ class NodeTask:
         The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
         process of another node could join, and NodeFailed if the agent failed.
         """
-        stop, error, attempt = Forwarder(), Path(self.folder) / "error.txt", None
+        stop, attempt = Forwarder(), None
         with ExitStack() as at_end:
             if node.rank == 0:
                 own = claim(Path(self.folder).parents[1], node.job_id)
                 at_end.callback(own.release)
-                for line in (error, error.with_name(CONNECTION)):  # of an earlier attempt
+                for line in (self.error, self.error.with_name(CONNECTION)):  # of an earlier attempt
                     line.unlink(missing_ok=True)
                 attempt = Attempt(self, node, own)
             kills_before, restarts = oom_kills(), Restarts(self.job(node))
@@ -114,9 +119,9 @@ class NodeTask:
                 code = self.run_agent(node, restarts.done, stop, attempt)
             if attempt is not None:
                 attempt.end(code)
-            if code and oom_kills() > kills_before and not error.exists():  # which a process may have left
+            if code and oom_kills() > kills_before and not self.error.exists():  # which a process may have left
                 write_text(
-                    error,
+                    self.error,
                     f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; "
                     "raise set-resources: train: mem_mb in the profile, or lower train.token_budget",
                 )
@@ -159,15 +164,15 @@ class NodeTask:
 
     def job(self, node: StepNode) -> Job:
         """The job over all nodes."""
-        error, nodes = str(Path(self.folder) / "error.txt"), len(node.hosts)
-        return Job(self.module, self.arguments, nodes, self.nproc_per_node, self.max_restarts, error, self.state_file)
+        shape = (len(node.hosts), self.nproc_per_node, self.max_restarts)
+        return Job(self.module, self.arguments, *shape, str(self.error), self.state_file)
 
     def environment(self, node: StepNode, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
         start = secret_of_start(self.secret, f"{requeues()}-{restart}")
         place = Rendezvous(start, node.rank, len(node.hosts), node.hosts[0])
         interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        variables = agent_environment(self.nproc_per_node, 0, str(Path(self.folder) / "error.txt"))
+        variables = agent_environment(self.nproc_per_node, 0, str(self.error))
         return variables | place.environment() | (interface if self.interface else {})
 
 

@@ -18,19 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from cellmill.runs.jobs import (
-    ALIVE,
-    ENDED,
-    FOREIGN,
-    GONE,
-    UNKNOWN,
-    UNLISTED,
-    CommandError,
-    JobRecord,
-    JobState,
-    ask,
-    call,
-)
+from cellmill.runs.jobs import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
 
 REMEDIES = {
     "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
@@ -137,15 +125,10 @@ def parse(answer: str) -> list[QueuedJob]:
 def explained(state: JobState, **request: str) -> str:
     """The state with its reason and, for a pending job that does not only have to wait, what to do.
 
-    `request` has `runtime`, `nodes` and `job_id` as they are named to the user.
+    `request` has `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`).
     """
     remedy = REMEDIES.get(state.reason.split(",")[0].replace("_", " ")) if state.name == "PENDING" else None
     return f"{state.text}: {remedy.format(**request)}" if remedy else state.text
-
-
-def explained_training(state: JobState, job: JobRecord) -> str:
-    """The same for a job of a training."""
-    return explained(state, runtime=f"runtime {job.runtime} min", nodes=job.nodes, job_id=job.job_id)
 
 
 def expand(nodelist: str) -> list[str]:

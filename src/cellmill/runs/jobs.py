@@ -210,6 +210,11 @@ class JobRecord:
         return [f"{name} {before or 'none'} -> {now or 'none'}" for name, before, now in pairs if before != now]
 
     @property
+    def request(self) -> dict[str, str]:
+        """Its request, as it is named to the user."""
+        return {"runtime": f"runtime {self.runtime} min", "nodes": self.nodes, "job_id": self.job_id}
+
+    @property
     def log(self) -> Path:
         """Output of task 0."""
         return self.path / f"{self.job_id}_0_log.out"
