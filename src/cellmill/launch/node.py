@@ -32,7 +32,7 @@ from cellmill.launch.job import Job, Restarts, agent_environment, wait_for
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
-from cellmill.runs.jobs import CONNECTION, JobRecord, Jobs
+from cellmill.runs.jobs import CONNECTION, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
@@ -221,11 +221,7 @@ class Attempt:
 
     def _write(self, **changes: float) -> None:
         self.value |= changes
-        try:
-            self.path.parent.stat()  # a deleted run is not made again
-            write_json(self.path, self.value)
-        except OSError as error:  # a full disk: the training reports it, or ends well all the same
-            print(f"{self.path}: {error.strerror}", file=sys.stderr, flush=True)
+        write_if_room(self.path, self.value)
 
 
 def requeues() -> int:

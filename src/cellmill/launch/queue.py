@@ -208,8 +208,8 @@ class StageWatch:
     A daemon thread of the process that waits for them.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None], every_s: float = WATCH_S) -> None:
-        self.folder, self.tell, self.every_s = folder, tell, every_s
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.folder, self.tell = folder, tell
         self._reported, self._before = set[tuple[str, str]](), set[str]()
 
     def start(self) -> None:
@@ -219,7 +219,7 @@ class StageWatch:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self.every_s)
+            time.sleep(WATCH_S)
             try:
                 self.look(stage_jobs(self.folder))
             except CommandError:  # the plugin reports it
