@@ -25,6 +25,7 @@ from cellmill.planner.devices import DEVICES, device_named, known_device, peak_f
         ({"sharding_strategy": "HYBRID_SHARD"}, 8, 4, Layout(2, 4)),
         ({"sharding_strategy": "HYBRID_SHARD"}, 1, 1, Layout(1, 1)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}, 8, 8, Layout(4, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 32}, 512, 8, Layout(16, 32)),  # whole nodes
         ({"strategy": "ddp", "tp": 2}, 8, 4, Layout(4, 1, 2)),
         ({"sharding_strategy": "FULL_SHARD", "tp": 8}, 8, 4, Layout(1, 1, 8)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 2}, 16, 8, Layout(2, 4, 2)),

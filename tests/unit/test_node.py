@@ -1,4 +1,4 @@
-"""The task of a node, run as SLURM runs it, when a process is lost."""
+"""The task of a node: run as SLURM runs it when a process is lost, and what it derives on 64 nodes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import secrets
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cellmill.launch.node import NodeTask
+from cellmill.config.machine import Machine
+from cellmill.launch.job import Job
+from cellmill.launch.node import NodeTask, StepNode
 from cellmill.launch.queue import expand
+from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 
 DIES = """
 import json, os, signal, sys
@@ -91,6 +95,40 @@ def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> N
 )
 def test_a_node_list_is_expanded_in_its_order(nodelist: str, hosts: list[str]) -> None:
     assert expand(nodelist) == hosts
+
+
+NODES, GPUS = 64, 8
+
+
+def rendezvous(monkeypatch: pytest.MonkeyPatch, task: NodeTask, restart: int = 0) -> list[Rendezvous]:
+    """What the agent of each of 64 nodes knows, by the variables that SLURM gives its task."""
+    found = []
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
+    for node in range(NODES):
+        monkeypatch.setenv("SLURM_NODEID", str(node))
+        environment = task.environment(StepNode.of_this_process(), restart)
+        monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+        found.append(Rendezvous.from_environment())
+    return found
+
+
+def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8")
+    task = replace(NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path), secret="of the job")
+    found = rendezvous(monkeypatch, task)
+    assert [place.node for place in found] == list(range(NODES))
+    assert {(place.host, place.nodes) for place in found} == {("gpu-001", NODES)}
+    (secret,) = {place.secret for place in found}
+    ports = found[0].ports
+    assert all(20_000 <= port < 32_000 for port in ports), "outside the ports Linux gives to outgoing connections"
+    again = rendezvous(monkeypatch, task, restart=1)[0]
+    assert again.secret != secret
+    assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
+    command = task.job(StepNode.of_this_process()).command()
+    assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
+    assert not any(task.secret in word or secret in word or str(port) in word for word in command for port in ports)
 
 
 def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:
