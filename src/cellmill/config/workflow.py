@@ -246,21 +246,22 @@ class Workflow(Section):
                     f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
                     f"vocabulary.variability of corpus {run.corpus} to yes"
                 )
-            chain = [name]
-            while (parent := self.runs[chain[-1]].init_from) is not None:
-                if parent not in self.runs:
-                    if "/" in parent:
-                        break
-                    known = ", ".join(self.runs)
-                    raise ValueError(
-                        f"runs.{chain[-1]}.init_from: no run {parent!r}; there are: {known}; the path of a model "
-                        "folder has a `/`, such as ./NAME"
-                    )
-                if parent in chain:
-                    raise ValueError(f"runs.{name}.init_from: a circle: {' -> '.join([*chain, parent])}")
-                chain.append(parent)
+            if run.init_from is not None and run.init_from not in self.runs and "/" not in run.init_from:
+                raise ValueError(
+                    f"runs.{name}.init_from: no run {run.init_from!r}; there are: {', '.join(self.runs)}; the path of "
+                    "a model folder has a `/`, such as ./NAME"
+                )
+            self._refuse_circle(name, "init_from")
             self._check_trunk(name, run)
         return self
+
+    def _refuse_circle(self, name: str, key: str) -> None:
+        """Refuse a run that is its own ancestor by option `key`."""
+        chain = [name]
+        while (parent := getattr(self.runs[chain[-1]], key)) in self.runs:
+            if parent in chain:
+                raise ValueError(f"runs.{name}.{key}: a circle: {' -> '.join([*chain, parent])}")
+            chain.append(parent)
 
     def _check_trunk(self, name: str, run: RunConfig) -> None:
         """Refuse a trunk that is not a run, or that will not have the checkpoint."""
@@ -270,11 +271,8 @@ class Workflow(Section):
             return
         if run.trunk not in self.runs:
             raise ValueError(f"runs.{name}.trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}")
-        trunk, chain = self.runs[run.trunk], [name, run.trunk]
-        while (above := self.runs[chain[-1]].trunk) in self.runs:
-            if above in chain:
-                raise ValueError(f"runs.{name}.trunk: a circle: {' -> '.join([*chain, above])}")
-            chain.append(above)
+        self._refuse_circle(name, "trunk")
+        trunk = self.runs[run.trunk]
         if run.trunk_step not in trunk.train.keep_steps:
             raise ValueError(
                 f"runs.{name}.trunk_step: {run.trunk_step} is not in train.keep_steps of {run.trunk} "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import StrictUndefined, Template
 
 from cellmill.config import check_options
 from cellmill.config.load import stored_options
@@ -163,9 +164,9 @@ def _classifier(
     if calibration is None:
         known["uncalibrated"] = problem or NO_VALIDATION
         print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
-    else:
-        print(_calibration_line(vars(calibration)), flush=True)
-    return known | {"calibration": calibration and calibration.to_json()}
+        return known | {"calibration": None}
+    print(_calibration_line({"calibration": vars(calibration)}), flush=True)
+    return known | {"calibration": calibration.to_json()}
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
@@ -187,7 +188,29 @@ def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path 
     return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
 
-def _calibration_line(calibration: dict[str, Any]) -> str:
+def model_card(config: dict[str, Any], parameters: int) -> str:
+    """Return the README of an export: the model, its training, and its limits (model_card.md)."""
+    classifiers = [*filter(None, [config.get("classifier")]), *config.get("more_classifiers", {}).values()]
+    template = Template(
+        Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return template.render(
+        **{"ema_decay": None, "weighted_by": None, "regressors": {}} | config,
+        parameters=parameters,
+        architecture=_listed(config["model"], "family"),
+        goal=_objective(config["objective"]),
+        predicted=[(c, _calibration_line(c)) for c in classifiers],
+    )
+
+
+def _calibration_line(classifier: dict[str, Any]) -> str:
+    calibration = classifier["calibration"]
+    if calibration is None:
+        return f"not calibrated: {classifier.get('uncalibrated', NO_VALIDATION)}"
     return (
         f"accuracy {calibration['accuracy']:.3f} on {calibration['n_cells']:,} validation cells, calibration error "
         f"{calibration['calibration_error']:.3f} with temperature {calibration['temperature']:.2f} "
@@ -195,29 +218,10 @@ def _calibration_line(calibration: dict[str, Any]) -> str:
     )
 
 
-def _label_rows(config: dict[str, Any]) -> str:
-    """Rows of the card of a model that predicts labels or numbers; empty for others."""
-    first = [config["classifier"]] if "classifier" in config else []
-    rows = ""
-    for classifier in [*first, *config.get("more_classifiers", {}).values()]:
-        calibration = classifier["calibration"]
-        problem = classifier.get("uncalibrated", NO_VALIDATION)
-        line = f"not calibrated: {problem}" if calibration is None else _calibration_line(calibration)
-        predicts = f"{len(classifier['labels'])} labels of obs column {classifier['label_column']}"
-        rows += f"| predicts | {predicts} |\n| labels | {line} |\n"
-    for own in config.get("regressors", {}).values():
-        rows += f"| predicts | numbers of obs column {own['target_column']} |\n"
-    return rows
-
-
-def _is_short(value: Any) -> bool:
-    """True for an option that is set and fits into a row of the card."""
-    return value is not None and not isinstance(value, dict)
-
-
 def _listed(options: dict[str, Any], name: str) -> str:
-    """Options of a part of the model for a row of the card, without its `name`."""
-    return ", ".join(f"{key} {options[key]}" for key in options if key != name and _is_short(options[key]))
+    """Options that are set and fit into a row of the card, without `name`."""
+    given = {key: value for key, value in options.items() if value is not None and not isinstance(value, dict)}
+    return ", ".join(f"{key} {value}" for key, value in given.items() if key != name)
 
 
 def _objective(options: dict[str, Any]) -> str:
@@ -225,57 +229,7 @@ def _objective(options: dict[str, Any]) -> str:
     if "parts" in options:
         parts = [_objective({"name": name} | part) for name, part in options["parts"].items()]
         return f"{options['name']} of {'; '.join(parts)}"
-    listed = _listed(options, "name")
-    return f"{options['name']}: {listed}" if listed else str(options["name"])
-
-
-def _weights(config: dict[str, Any]) -> str:
-    """The obs column by whose values cells were read more or less often, for the card."""
-    weighted = config.get("weighted_by")
-    return f"; cells of rare values of obs column {weighted} were read more often" if weighted else ""
-
-
-def model_card(config: dict[str, Any], parameters: int) -> str:
-    """Return the README of an export: the model, its training, and its limits."""
-    model = config["model"]
-    goes_in = "Genes are Ensembl ids; raw counts go in."
-    if config["tokens"]["tokenizer"] == "sequence":
-        goes_in = "Tokens are residues; a FASTA file of proteins goes in."
-    loss = "not validated" if config["val_loss"] is None else f"{config['val_loss']:.4f}"
-    averaged = f", weights averaged with decay {config['ema_decay']:g}" if "ema_decay" in config else ""
-    shape, family = _listed(model, "family"), config["family"]
-    tags, labels = ["single-cell", "transcriptomics", config["family"]], config["supervised_by"]
-    supervised = f"by labels of obs column {', '.join(labels)}" if labels else "no: trained without labels"
-    judged = f" It is a supervised embedding of {', '.join(labels)}: it saw these labels in training." if labels else ""
-    return f"""---
-library_name: cellmill
-tags: [{", ".join([*tags, "supervised"] if labels else tags)}]
----
-# {"An" if family[0] in "aehiou" else "A"} `{family}` single-cell model
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| architecture | {shape} |
-| objective | {_objective(config["objective"])} |
-| supervised | {supervised} |
-| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} a cell |
-| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
-| training data | fingerprint `{config["fingerprint"][:16]}`{_weights(config)} |
-| first weights | {config["init_from"] or "fresh"} |
-| step | {config["step"]:,}{averaged} |
-| validation loss | {loss} |
-{_label_rows(config)}
-Made by cellmill. {goes_in}
-
-    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
-
-writes the cells' embeddings to `obsm["X_cellmill"]`.
-
-## Limits
-The embedding was judged on the datasets that the run's `evaluate/metrics.json` names, beside baselines that it may
-lose to; read it before use.{judged} Nothing is known of other tissues, assays or species. Not for clinical use.
-"""
+    return f"{options['name']}: {_listed(options, 'name')}".removesuffix(": ")
 
 
 def pull(*, repo: str, out: Path) -> None:
