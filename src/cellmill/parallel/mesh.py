@@ -83,6 +83,12 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
+def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it before its first pass."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON-able `value` of every rank, in their order. Collective: every rank of `group`, None for all.
 

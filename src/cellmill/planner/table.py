@@ -12,6 +12,7 @@ from cellmill.planner.devices import assumption, device_named
 from cellmill.planner.memory import host_bytes, idle_frac, link_bytes, staging_bytes
 from cellmill.planner.work import Cells
 
+OF_WORK = ("steps", "steps_per_epoch", "cells_seen", "micro_batches_per_step", "validations", "val_cells")
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH, DEFAULT_LR = (float(Train.model_fields[name].default) for name in ("global_batch", "lr"))
@@ -40,20 +41,12 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
         "tokens_per_cell": cells.tokens_per_cell,
         "tokens": cells.tokens_per_cell * work.cells_seen,
         "cells": cells.n,
-        "cells_seen": work.cells_seen,
         "n_genes": cells.n_genes,
-        "steps": work.steps,
-        "steps_per_epoch": work.steps_per_epoch,
-        "micro_batches_per_step": work.micro_batches_per_step,
+        **{name: getattr(work, name) for name in OF_WORK},
         "micro_batch_tokens": work.micro_tokens,
         "step": None if time is None else {**asdict(time), "step_s": time.step_s},
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
-        "mfu": cost.mfu,
-        "hours": cost.hours,
-        "validation_frac": cost.validation_frac,
-        "validations": work.validations,
-        "val_cells": work.val_cells,
-        "gpu_hours": cost.gpu_hours,
+        **{name: getattr(cost, name) for name in ("mfu", "hours", "validation_frac", "gpu_hours")},
         "nodes": hardware.nodes,
         "nproc_per_node": hardware.nproc_per_node,
         "world_size": hardware.world,

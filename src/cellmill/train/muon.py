@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cellmill.config.run import Train
-from cellmill.parallel.mesh import mesh_of
+from cellmill.parallel.mesh import local_of, mesh_of
 from cellmill.parallel.torch_private import flatten_axes
 
 MOMENTUM = 0.95
@@ -127,13 +127,13 @@ class Muon(torch.optim.AdamW):
             if not state:
                 state["momentum"] = torch.zeros_like(matrix)
             gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
-            moments.append(MOMENTUM * _local(state["momentum"]) + _local(gradient))
-            nesterov.append(MOMENTUM * moments[-1] + _local(gradient))
+            moments.append(MOMENTUM * local_of(state["momentum"]) + local_of(gradient))
+            nesterov.append(MOMENTUM * moments[-1] + local_of(gradient))
         updates, skipped = shared.orthogonalised(nesterov), self.found_inf
         for matrix, moment, update in zip(shared.matrices, moments, updates):
             if matrix.grad is None:  # as AdamW: it does not train in this step
                 continue
-            own, kept = _local(matrix), _local(self.state[matrix]["momentum"])
+            own, kept = local_of(matrix), local_of(self.state[matrix]["momentum"])
             scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
             stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
             own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))
@@ -152,7 +152,7 @@ def _share(matrices: list[torch.Tensor]) -> _Shared:
     # the same name as in `build_mesh`, where every rank made it
     group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
     ranks = dist.get_world_size(group)
-    own = torch.tensor([_block(matrix) for matrix in matrices], device=_local(matrices[0]).device)
+    own = torch.tensor([_block(matrix) for matrix in matrices], device=local_of(matrices[0]).device)
     everyone = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(everyone, own, group=group)
     blocks = torch.stack(everyone, 1).tolist()
@@ -174,7 +174,3 @@ def _block(matrix: torch.Tensor) -> Block:
 
 def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
     return matrix[block[0] : block[1], block[2] : block[3]]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,13 +10,13 @@ Source: ZeRO-Offload, Ren et al. 2021, section 4.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from cellmill.config.run import Train
+from cellmill.parallel.mesh import local_of
 from cellmill.parallel.torch_private import version_of
 from cellmill.train.step_guard import AsyncScalars
 
@@ -51,9 +51,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "exp_avg": torch.zeros_like(host),
                 "exp_avg_sq": torch.zeros_like(host),
             }
-            if _needs_copy(_local(parameter)):
+            if _needs_copy(local_of(parameter)):
                 pin = torch.accelerator.is_available()
-                weights, gradient = (torch.empty_like(_local(host), pin_memory=pin) for _ in range(2))
+                weights, gradient = (torch.empty_like(local_of(host), pin_memory=pin) for _ in range(2))
                 self._hosts[parameter] = _Host(weights, gradient)
 
     @torch.no_grad()
@@ -75,22 +75,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             host = self._hosts.get(parameter)
             if host is not None:
-                host.gradient.copy_(_local(parameter.grad), non_blocking=True)
+                host.gradient.copy_(local_of(parameter.grad), non_blocking=True)
                 if host.version != _version_of(parameter):
-                    host.weights.copy_(_local(parameter), non_blocking=True)
-        if not parameters or _local(parameters[0]).device.type != "cuda":
+                    host.weights.copy_(local_of(parameter), non_blocking=True)
+        if not parameters or local_of(parameters[0]).device.type != "cuda":
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(_local(parameters[0]).device))
+        event.record(torch.cuda.current_stream(local_of(parameters[0]).device))
         return event
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         hosts, states = [self._hosts.get(p) for p in parameters], [self.state[p] for p in parameters]
         adamw(
-            [_local(p) if host is None else host.weights for p, host in zip(parameters, hosts)],
-            [_local(p.grad) if host is None else host.gradient for p, host in zip(parameters, hosts)],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [local_of(p) if host is None else host.weights for p, host in zip(parameters, hosts)],
+            [local_of(p.grad) if host is None else host.gradient for p, host in zip(parameters, hosts)],
+            [local_of(state["exp_avg"]) for state in states],
+            [local_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -105,18 +105,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for parameter, host in zip(parameters, hosts):
             if host is not None:
                 # ordered before the next forward pass, whose gradients are awaited before `weights` changes again
-                _local(parameter).copy_(host.weights, non_blocking=True)
+                local_of(parameter).copy_(host.weights, non_blocking=True)
                 host.version = _version_of(parameter)
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's shard. Not cached: FSDP2 moves it in memory before its first forward pass."""
-    return cast(torch.Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written in place or moved."""
-    own = _local(parameter)
+    own = local_of(parameter)
     return own.data_ptr(), version_of(own)
 
 

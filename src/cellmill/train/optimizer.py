@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from cellmill.config.plugin import import_object
 from cellmill.config.run import Train
@@ -27,7 +26,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.blocks import is_linear
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import mesh_of
+from cellmill.parallel.mesh import local_of, mesh_of
 from cellmill.parallel.stages import any_part
 from cellmill.parallel.torch_private import move_all
 
@@ -116,7 +115,7 @@ class WeightAverage:
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         if self._parts:
             _, weights, averages = zip(*self._parts)
-            move_all([*map(_local, averages)], [*map(_local, weights)], share)
+            move_all([*map(local_of, averages)], [local_of(weight).detach() for weight in weights], share)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the average by plain name, not copied; of a tied parameter that this rank has twice the last one."""
@@ -143,13 +142,7 @@ class WeightAverage:
     def _swap(self) -> None:
         reshard(self.model)  # weights that a forward pass left gathered would be those of before
         for _, parameter, average in self._parts:
-            own, other = _local(parameter), _local(average)
+            own, other = local_of(parameter), local_of(average)
             kept = own.clone()
             own.copy_(other)
             other.copy_(kept)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard. Not cached: FSDP2 moves it in memory before its first forward pass."""
-    own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach()

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from cellmill.parallel.mesh import gather_json
+from cellmill.parallel.mesh import gather_json, local_of
 from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
 
 INITIAL_SCALE = 2.0**16
@@ -60,7 +59,7 @@ class LossScale:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 # scaling shards, or the parts of a partial sum, scales the whole
-                shard = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                shard = local_of(parameter.grad)
                 shard = shard.trigger_wait() if isinstance(shard, AsyncCollectiveTensor) else shard
                 shards.setdefault(shard.device, []).append(shard)
         for device, group in shards.items():
