@@ -2,30 +2,27 @@
 
     pipeline -> tensor parallel -> freeze -> compile -> recompute -> FSDP2
 
-- pipeline first: the modules of other pipeline stages are dropped before anything shards or wraps them;
-- tensor parallel before freeze: SequenceParallel and sharded modules re-create parameters with requires_grad=True;
+- pipeline first: modules of other stages are dropped before anything shards or wraps them;
+- tensor parallel before freeze: sharded modules re-create parameters with requires_grad=True;
 - freeze before FSDP2 and compile, which record what requires a gradient;
 - compile before recompute: the recomputed block runs the compiled methods, tensor-parallel collectives included;
-- FSDP2 last: its hooks stay outside of the recomputed block, whose weights they gather for both forward passes.
+- FSDP2 last: its hooks gather weights outside of the recomputed block, for both forward passes.
 
-DistributedDataParallel wraps the result in `parallel.step`, after the parameters have values.
-
-FSDP2 shards block by block. Gradients are *summed* over data-parallel ranks, never averaged: the loss is divided by the
-global number of targets before the backward pass, which is exact however unevenly targets fall on ranks.
+DistributedDataParallel wraps the result in `parallel.step`, after the parameters have values. Gradients are *summed*
+over data-parallel ranks, never averaged: the loss is divided by the global number of targets before the backward pass,
+which is exact however unevenly targets fall on ranks.
 
 Recomputation: `full` keeps only the input of a block (Chen et al. 2016). `selective` also keeps the outputs of its
-matmuls and of attention, and recomputes what is cheap: norms, GELU, dropout, additions, casts, tensor-parallel
-all-gathers (Korthikanti et al. 2022, section 5). Batched matmuls are recomputed as well: they are attention without a
-fused kernel, whose scores grow with the square of a cell's length.
+matmuls and of attention, and recomputes what is cheap (Korthikanti et al. 2022, section 5), and batched matmuls: they
+are attention without a fused kernel, whose scores grow with the square of a cell's length.
 
 torch.compile fuses the block methods that a family names. Attention stays eager: it has its own kernels, and cell
 lengths, which are Python integers, would recompile for each batch. Methods are compiled, not modules, so names of
 parameters do not change, and hooks of FSDP2 and recomputation run around the compiled code.
 
-Tensor parallel shards modules over the mesh axis `tp`, by the names and styles of a family's plan. Ranks of one `tp`
-group read the same cells. Between two sharded matrices activations are replicated, or with sequence parallel sharded by
-tokens, whose number must then be divisible by tp (`models.batch.padded`). Modules take and return plain tensors;
-parameters and buffers of sharded modules are DTensors.
+Tensor parallel shards modules over the mesh axis `tp`, by the names and styles of a family's plan. Between two sharded
+matrices activations are replicated, or with sequence parallel sharded by tokens, whose number is then divisible by tp
+(`models.batch.padded`). Modules take and return plain tensors; parameters and buffers of sharded modules are DTensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,8 +2,7 @@
 
 A plan that does not fit and a process that ran out of memory get the first change that helps, of one list (`_changes`).
 `plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and
-recomputation. The rest of the configuration stays, including precision, compile and cpu_offload. `stream.lanes` is
-raised where more ranks read cells than there are lanes.
+recomputation; the rest of the configuration stays. `stream.lanes` is raised where more ranks read cells than there are.
 """
 
 import errno

@@ -3,13 +3,13 @@
 Gradients are accumulated over micro-batches, so a loss that couples cells, such as a covariance or a contrast of each
 cell with all others, cannot be taken batch by batch. A step whose objective has `row_widths` therefore runs twice. A
 forward pass without gradients collects the objective's `rows`, vectors of cells, of all micro-batches and ranks in
-tables that every rank has. The loss of a table is a function of it alone, and so is its gradient. In the ordinary pass
-each micro-batch adds the product of its rows and their part of that gradient (`RowShare`): by the chain rule gradients
-of parameters add up to those of the whole batch at once. Dropout is keyed: both passes have the same rows.
+tables that every rank has. In the ordinary pass each micro-batch adds the product of its rows and their part of the
+gradient of the table's loss (`RowShare`): by the chain rule gradients of parameters add up to those of the whole batch
+at once. Dropout is keyed: both passes have the same rows.
 
-Each rank has as many slots as it can have cells, global_batch / dp_world, which all ranks know without asking; those
-that are left are rows of zeros. Cost: a forward pass without the objective's heads, and one all-reduce of
-global_batch * width float32 per table (16 MB for 4096 cells and two vectors of width 512), which the plan leaves out.
+Each rank has global_batch / dp_world slots, as many as it can have cells; those that are left are rows of zeros. Cost:
+a forward pass without the objective's heads, and one all-reduce of global_batch * width float32 per table (16 MB for
+4096 cells and two vectors of width 512), which the plan leaves out.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,9 @@
-"""Sharded checkpoints in one file, by torch.distributed.checkpoint (DCP): saved in the background, loaded in any
-layout.
+"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
 
 Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index, `.metadata`, is a pickle of
-objects for every part that any rank has saved, and costs seconds on each rank of a large job. `index.json` holds the
-location of each part of each tensor as columns of numbers, from which a rank picks the parts that overlap its own.
-`.metadata` is never opened: a planted pickle is not run.
+objects for every part that any rank has saved: it costs seconds on each rank of a large job and is never opened, so a
+planted pickle is not run. `index.json` holds the location of each part of each tensor as columns of numbers, from which
+a rank picks the parts that overlap its own.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Failures of ranks: the one line that a failed rank leaves for the user, and detection of hung ranks.
 
-Each rank publishes its position in the training. All ranks pass the same positions in the same order, so the others
-wait for whichever has passed the fewest. Noting a position costs an assignment; a thread publishes it through the store
-of torchrun's agent, since rank 0 may be the one that hangs. Time is counted in ticks of that thread, so a job that was
-suspended as a whole is not reported.
+All ranks pass the same positions in the same order, so the others wait for whichever has passed the fewest. Noting a
+position costs an assignment; a thread publishes it through the store of torchrun's agent, since rank 0 may be the one
+that hangs. Time is counted in ticks of that thread, so a job that was suspended as a whole is not reported.
 """
 
 import faulthandler

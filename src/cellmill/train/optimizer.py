@@ -2,15 +2,13 @@
 
 Weight decay applies only to the matrices of linear layers. The type of a parameter's module decides, never its name.
 
-Parameters that begin to train later have their gradients dropped until then. They are not frozen, since
-DistributedDataParallel and FSDP2 record at the start what requires a gradient. Without a gradient the optimizer leaves
-a parameter and its state unchanged, and the gradient norm covers the others.
+Parameters that begin to train later have their gradients dropped until then, not frozen: DistributedDataParallel and
+FSDP2 record at the start what requires a gradient. Without a gradient the optimizer leaves a parameter unchanged.
 
 The average replaces the weights in validation and exports. After each step, average = d * average + (1 - d) * weights,
 d = min(ema_decay, (1 + t) / (10 + t)) after t earlier steps, so the first weights are forgotten soon. A skipped step
-averages the same weights again; frozen weights have none. It is float32 and laid out like the weights, so it needs
-no communication and is the same in every layout. Source: Polyak & Juditsky 1992; the warm-up is that of TensorFlow's
-ExponentialMovingAverage.
+averages the same weights again. It is float32 and laid out like the weights: no communication, and the same in every
+layout. Source: Polyak & Juditsky 1992; the warm-up is TensorFlow's ExponentialMovingAverage's.
 """
 
 from collections.abc import Callable, Iterator, Mapping

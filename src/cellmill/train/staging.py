@@ -1,8 +1,8 @@
 """Start of a training on its nodes: local copies of shards (`stream.stage_to`), their check, and the choice of device.
 
-Copies are made while the run trains. For the check each rank hashes its part, once for all runs of a corpus. Each node
-reports the GPUs that its torch sees; rank 0 decides the device for all ranks. If each rank decided alone, some would
-wait in NCCL and others in gloo, or a job would train on the CPU cores of nodes whose GPUs it reserves.
+Copies are made while the run trains. For the check each rank hashes its part, once for all runs of a corpus. Rank 0
+decides the device from the GPUs that each node's torch sees. If each rank decided alone, some would wait in NCCL and
+others in gloo, or a job would train on the CPU cores of nodes whose GPUs it reserves.
 """
 
 from __future__ import annotations

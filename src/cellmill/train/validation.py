@@ -1,11 +1,9 @@
 """Metrics of a validation beside its loss, of the embedding and of the objective, and the progress of a training.
 
-Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch. Only sums over cells
-are kept, of which every rank has a share: with vectors z and log depths d, the number of cells and the sums of z,
-z z^T, z d, d and d^2; and for each batch (a level of an obs column) the number of cells and the sum of z. Vectors are
-those of the views that the validation loss is computed from. Progress is saved in every checkpoint.
-
-Source: Roy & Vetterli 2007 (effective rank, here of the covariance's eigenvalues).
+Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch. Each rank keeps only
+sums over its cells: with vectors z and log depths d, the number of cells and the sums of z, z z^T, z d, d and d^2; and
+for each batch (a level of an obs column) the number of cells and the sum of z. Source: Roy & Vetterli 2007 (effective
+rank, here of the covariance's eigenvalues).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
