@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -29,11 +29,15 @@ class ObserverConfig(Plugin):
     name: str
 
 
-def without_password(url: str | None, variable: str) -> str | None:
-    """`url` as it is. Raises ValueError if it has a password."""
-    if url is not None and urlsplit(url).password is not None:
-        raise ValueError(f"has a password, which run.json would show; set {variable} in the environment")
-    return url
+def without_password(variable: str) -> AfterValidator:
+    """Validator that refuses a URL with a password."""
+
+    def check(url: str | None) -> str | None:
+        if url is not None and urlsplit(url).password is not None:
+            raise ValueError(f"has a password, which run.json would show; set {variable} in the environment")
+        return url
+
+    return AfterValidator(check)
 
 
 class TensorboardConfig(TrackerConfig):
@@ -50,16 +54,11 @@ class MlflowConfig(TrackerConfig):
     implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
 
     name: Literal["mlflow"] = Field("mlflow", description="Name of the tracker.")
-    uri: str | None = Field(
+    uri: Annotated[str | None, without_password("MLFLOW_TRACKING_URI")] = Field(
         None,
         description="Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default.",
     )
     experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
-
-    @field_validator("uri")
-    @classmethod
-    def _without_password(cls, value: str | None) -> str | None:
-        return without_password(value, "MLFLOW_TRACKING_URI")
 
 
 class WandbConfig(TrackerConfig):
@@ -104,14 +103,9 @@ class LangfuseConfig(TrackerConfig):
     implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
 
     name: Literal["langfuse"] = Field("langfuse", description="Name of the tracker.")
-    host: str | None = Field(
+    host: Annotated[str | None, without_password("LANGFUSE_BASE_URL")] = Field(
         None, description="Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."
     )
-
-    @field_validator("host")
-    @classmethod
-    def _without_password(cls, value: str | None) -> str | None:
-        return without_password(value, "LANGFUSE_BASE_URL")
 
 
 class Track(Section):
