@@ -298,6 +298,13 @@ def test_the_remedy_is_the_first_change_that_fits(nodes: int, nproc: int, memory
     assert remedy_of(options, cells, hardware) == remedy
 
 
+def test_offloading_is_not_proposed_to_an_optimizer_that_has_none() -> None:
+    train = {"train": BIG["train"] | {"optimizer": "muon"}}
+    hardware = Hardware(1, 1, "h100", 900_000_000, 900_000_000)
+    remedy = remedy_of(_options(parallel={"strategy": "ddp"}, **BIG | train), Cells(np.full(4096, 16), 40), hardware)
+    assert "cpu_offload" not in remedy
+
+
 def test_the_proposed_change_fits(corpus: Manifest, tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"nproc": 4, "parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 1.5}}
     assert "lower train.token_budget to 256" in _refused(corpus, tmp_path, **chosen, **BIG)
