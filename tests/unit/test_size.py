@@ -120,7 +120,7 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 4, "mask_frac": 0.15, "cell_loss_weight": 0}
     size = measure(spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given))
     tokens = cells * length
-    measured = tokens * size.flops_per_token + cells * length**2 * size.flops_per_token_pair
+    measured = size.flops(tokens, cells * length**2, 0)
     encoder = (24 * tokens * HIDDEN**2 + 4 * cells * length**2 * HIDDEN) * 3 * LAYERS
     head = 0.15 * (6 * tokens * HIDDEN * (genes + 2) + 6 * tokens * HIDDEN**2)
     assert measured == pytest.approx(encoder + head, rel=0.02)  # the measured batch masks nearly 15 %

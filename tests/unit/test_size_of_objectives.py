@@ -27,7 +27,7 @@ def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(laye
     size = measure(spec(genes, family="profile", hidden=hidden, layers=layers, objective="cell_decoding", view="drop"))
     # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder and its table
     blocks, decoder = 6 * layers * 8 * hidden**2, 6 * (hidden * 256 + 256 * (genes + 2))
-    assert size.flops_per_token_pair == 0
-    assert size.flops_per_token == pytest.approx(0, abs=1)
+    assert size.pair_flops == 0
+    assert size.flops(1, 0, 0) == pytest.approx(0, abs=1)
     assert size.blocks * size.block.flops_per_cell == pytest.approx(blocks)
     assert size.flops(1000, 1e6, 1) == pytest.approx(blocks + decoder)

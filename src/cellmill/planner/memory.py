@@ -63,11 +63,8 @@ class Stage:
         return Counts(self.blocks, self.first, self.last, parameters, trained, ends, ends_trained)
 
     def flops(self, tokens: float, pairs: float, cells: float) -> float:
-        """Forward and backward FLOPs for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
-        per_token = self.blocks * self.size.block.flops_per_token
-        per_token += self.first * self.size.begin.flops_per_token + self.last * self.size.finish.flops_per_token
-        per_cell = self.blocks * self.size.block.flops_per_cell + self.last * self.size.finish.flops_per_cell
-        return per_token * tokens + self.blocks * self.size.pair_flops * pairs + per_cell * cells
+        """See `ModelSize.flops`."""
+        return self.size.flops(tokens, pairs, cells, self.blocks, self.first, self.last)
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""

@@ -72,21 +72,21 @@ class ModelSize:
         outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
         return self.blocks * self.block.parameters + outside
 
-    @property
-    def flops_per_token(self) -> float:
-        """Forward and backward FLOPs of one token, without attention."""
-        outside = self.begin.flops_per_token + self.finish.flops_per_token
-        return self.blocks * self.block.flops_per_token + outside
-
-    @property
-    def flops_per_token_pair(self) -> float:
-        """Forward and backward FLOPs of all blocks' attention per (query, key) pair of a cell."""
-        return self.blocks * self.pair_flops
-
-    def flops(self, tokens: float, pairs: float, cells: float) -> float:
-        """Forward and backward FLOPs of `cells` cells with these (query, key) pairs in total."""
-        per_cell = self.blocks * self.block.flops_per_cell + self.finish.flops_per_cell
-        return self.flops_per_token * tokens + self.flops_per_token_pair * pairs + per_cell * cells
+    def flops(
+        self,
+        tokens: float,
+        pairs: float,
+        cells: float,
+        blocks: int | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> float:
+        """FLOPs, forward and backward, for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
+        blocks = self.blocks if blocks is None else blocks
+        per_token = blocks * self.block.flops_per_token
+        per_token += first * self.begin.flops_per_token + last * self.finish.flops_per_token
+        per_cell = blocks * self.block.flops_per_cell + last * self.finish.flops_per_cell
+        return per_token * tokens + blocks * self.pair_flops * pairs + per_cell * cells
 
     def workspace_of(self, tokens: float) -> float:
         """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""

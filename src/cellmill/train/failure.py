@@ -201,7 +201,10 @@ class HangWatch:
                         continue
                     if mine.passed == min(position.passed for position in now if position is not None):
                         faulthandler.dump_traceback(sys.stderr)  # the stack goes to the log
-                    end(hang_line(earlier, now, timeout_s * limit / TICKS, _hosts(agent, now, local_world)))
+                    silent = [other for other, position in enumerate(now) if position is None][:8]
+                    keys = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
+                    hosts = {other: agent.get(key).decode() for other, key in keys.items() if agent.check([key])}
+                    end(hang_line(earlier, now, timeout_s * limit / TICKS, hosts))
                     return
         except dist.DistError:  # the agent is gone, and is ending this process
             return
@@ -234,10 +237,3 @@ def hang_line(
         do, be = "do", "are"
     state = f"{do} not respond" if silent else f"{be} stuck at {hindmost.what}"
     return f"{who} {state}; the other ranks have waited {waited} at {furthest.what}"
-
-
-def _hosts(agent: dist.Store, now: list[Position | None], local_world: int) -> dict[int, str]:
-    """Return the nodes of the ranks without a position, as the nodes' agents published them."""
-    silent = [rank for rank, position in enumerate(now) if position is None][:8]
-    keys = {rank: f"{NODES}/{rank // local_world}" for rank in silent}
-    return {rank: agent.get(key).decode() for rank, key in keys.items() if agent.check([key])}
