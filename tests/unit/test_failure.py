@@ -1,8 +1,13 @@
-"""What a failed process leaves for the launcher: a line, or a lost node."""
+"""What a failed process leaves for the launcher, and the hung rank, found from the positions of all ranks."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,8 @@ import torch.distributed as dist
 
 from cellmill.planner.search import is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
-from cellmill.train.failure import error_line, leave_reason
+from cellmill.train import failure
+from cellmill.train.failure import HangWatch, Position, error_line, hang_line, leave_reason
 
 ECC = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"
 
@@ -59,3 +65,94 @@ def test_an_error_of_the_program_on_a_gpu_is_its_own(tmp_path: Path) -> None:
 )
 def test_memory_that_runs_out_outside_of_torchs_allocator_is_out_of_memory(error: Exception) -> None:
     assert is_out_of_memory(error)
+
+
+def positions(*where: tuple[int, str, int] | None) -> list[Position | None]:
+    return [None if at is None else Position(*at, host=f"node{rank // 2}") for rank, at in enumerate(where)]
+
+
+GRADIENTS, LOADING, NORM = "the gradient reduction of step 2", "data loading of step 2", "the gradient norm of step 2"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "line"),
+    [
+        (
+            positions((9, GRADIENTS, 1), (8, LOADING, 1)),
+            positions((9, GRADIENTS, 5), (8, LOADING, 5)),
+            "rank 1 on node0 is stuck at data loading of step 2; the other ranks have waited 600 s (train.timeout_s) "
+            "at the gradient reduction of step 2",
+        ),
+        (
+            positions((9, NORM, 1), (9, NORM, 1), (8, "x", 1)),
+            positions((9, NORM, 5), (9, NORM, 1), (8, "x", 5)),
+            "rank 1 on node0 does not respond; the other ranks have waited 600 s (train.timeout_s) at the gradient "
+            "norm of step 2",
+        ),
+        (
+            positions((9, "the sum of losses of step 2", 1), (1, "the start", 1), None, (1, "the start", 1)),
+            positions((9, "the sum of losses of step 2", 5), (1, "the start", 1), None, (1, "the start", 1)),
+            "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 600 s "
+            "(train.timeout_s) at the sum of losses of step 2",
+        ),
+        (
+            positions((9, "the checkpoint of step 2", 1), (9, "the checkpoint of step 2", 1)),
+            positions((9, "the checkpoint of step 2", 5), (9, "the checkpoint of step 2", 5)),
+            "all ranks have waited 600 s (train.timeout_s) at the checkpoint of step 2 and none is behind: check the "
+            "network between them",
+        ),
+        (
+            positions((9, LOADING, 1)),
+            positions((9, LOADING, 5)),
+            "rank 0 on node0 has been stuck at data loading of step 2 for 600 s (train.timeout_s); its stack is in "
+            "the log",
+        ),
+    ],
+)
+def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: list[Position | None], line: str) -> None:
+    assert hang_line(earlier, now, 600) == line
+
+
+def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "JOIN_S", 0.0)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("nodes/1", "node7")
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    dist.PrefixStore("watch", agent).set("1", json.dumps(asdict(Position(0, "joining the process group", 1, "node0"))))
+    lines: queue.Queue[str] = queue.Queue()
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    # rank 1 publishes nothing more either; ranks 2 and 3 never published anything
+    assert lines.get(timeout=20) == (
+        "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 0.4 s (train.timeout_s) "
+        "at joining the process group"
+    )
+    agent.delete_key("watch/1")
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    assert "rank 1 and 2 more" in lines.get(timeout=20)  # node 0 has not said its name
+    agent.set("nodes/0", "node6")
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    assert lines.get(timeout=20).startswith("rank 1 on node6 and 2 more")
+
+
+def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
+    agent, watch, ended = dist.HashStore(), HangWatch(), threading.Event()
+    store = dist.PrefixStore("watch", agent)
+    watch.joined()
+    watch.warm = True
+
+    def other(saving: bool) -> None:
+        store.set("1", json.dumps(asdict(Position(5, "the checkpoint of step 2", 1, "node1", saving))))
+
+    other(saving=True)
+    thread = threading.Thread(target=watch._run, args=(agent, 0, 2, 2, 0.1, lambda line: ended.set()), daemon=True)
+    thread.start()
+    time.sleep(1)
+    assert not ended.is_set()
+    other(saving=False)
+    assert ended.wait(5)
+    thread.join()
