@@ -2,4 +2,8 @@
 include: "workflow/Snakefile"
 
 
-workflow.default_target = "all"  # Snakemake takes no default target from an included file
+# Snakemake takes no default target from an included file
+rule default:
+    default_target: True
+    input:
+        rules.all.input,

@@ -29,10 +29,10 @@ Edges = list[tuple[str, str]]
 
 
 def read_edges(dot: str) -> Edges:
-    """Edges (rule, rule that reads its output) of Snakemake's rule graph, without rule `all`."""
+    """Edges (rule, rule that reads its output) of Snakemake's rule graph, without the target."""
     names = dict(re.findall(r'^\s*(\d+)\[label = "(\w+)"', dot, re.M))
     pairs = [(names[source], names[reader]) for source, reader in re.findall(r"^\s*(\d+) -> (\d+)", dot, re.M)]
-    return sorted(pair for pair in pairs if pair[1] != "all")
+    return sorted(pair for pair in pairs if pair[1] not in ("all", "default"))
 
 
 def in_order(edges: Edges) -> list[str]:

@@ -1,7 +1,9 @@
 """Errors that a user can fix: the message names the value, what is expected and where to change it."""
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -33,3 +35,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """End the process with `cellmill: ERROR` and exit code 1; Snakemake would add its place in the Snakefile."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"cellmill: {error}")

@@ -14,7 +14,7 @@ import yaml
 
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import DECLARED
+from cellmill.preflight.checks import DECLARED, ON_A_GPU, THREADS_ON_A_GPU
 from tests.house.rules import directive, rules
 from tools.shipped_profiles import shipped
 
@@ -100,7 +100,8 @@ def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
     declared = {}
     for name, body in rules().items():
         if name not in HERE:
-            resources = re.findall(r"(mem_mb|runtime)=(?:sized\()?(\d+)", directive(body, "resources"))
-            threads = re.findall(r"^    (threads): (\d+)", body, re.M)
-            declared[name] = {key: int(value) for key, value in [*resources, *threads]}
+            resources = re.findall(r"(mem_mb|runtime)=sized\((\d+)(?:, (\d+))?\)", directive(body, "resources"))
+            declared[name] = {key: (int(base), int(per) if per else None) for key, base, per in resources}
+            threads = re.findall(r"^    threads: (\d+)", body, re.M)
+            assert threads == [str(THREADS_ON_A_GPU)] * (name in ON_A_GPU), name
     assert declared == DECLARED

@@ -2,10 +2,12 @@
 # changes of its perturbations. Each runs in an environment of its own, without cellmill: that of `--sdm conda`, the
 # Python that `bridges` of the configuration names, or the one that runs Snakemake.
 
+scripts = checkout / "workflow" / "bridges"  # which import each other
+
 
 rule scib_metrics:
     input:
-        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
         metrics="results/runs/{run}{at}/evaluate/metrics.json",
         umap="results/runs/{run}{at}/evaluate/umap.tsv",
@@ -19,19 +21,20 @@ rule scib_metrics:
         "../../envs/bridge-scib-metrics.yaml"
     threads: 4
     resources:
+        python=jobs.bridge_python("scib-metrics"),
+        script=f"{scripts}/scib_bridge.py",
         mem_mb=sized(16000, 3),
         runtime=120,
     params:
-        script=bridge_script("scib-metrics"),
-        label=bridge_label,
+        label=jobs.bridge_label,
     shell:
-        "{params.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
+        "{resources.python:q} {resources.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
         " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule cz_benchmarks:
     input:
-        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
         metrics="results/runs/{run}{at}/evaluate/metrics.json",
         umap="results/runs/{run}{at}/evaluate/umap.tsv",
@@ -45,13 +48,14 @@ rule cz_benchmarks:
         "../../envs/bridge-cz-benchmarks.yaml"
     threads: 4
     resources:
+        python=jobs.bridge_python("cz-benchmarks"),
+        script=f"{scripts}/cz_bridge.py",
         mem_mb=sized(16000, 3),
         runtime=120,
     params:
-        script=bridge_script("cz-benchmarks"),
-        label=bridge_label,
+        label=jobs.bridge_label,
     shell:
-        "{params.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
+        "{resources.python:q} {resources.script:q} --cells {input.cells:q} --embedding {input.embedding:q} --metrics {input.metrics:q}"
         " --umap {input.umap:q} --label {params.label:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
@@ -68,9 +72,9 @@ rule cell_eval:
         "../../envs/bridge-cell-eval.yaml"
     threads: 4
     resources:
+        python=jobs.bridge_python("cell-eval"),
+        script=f"{scripts}/cell_bridge.py",
         mem_mb=sized(16000, 3),
         runtime=240,
-    params:
-        script=bridge_script("cell-eval"),
     shell:
-        "{params.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"
+        "{resources.python:q} {resources.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"

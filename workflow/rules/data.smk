@@ -4,6 +4,8 @@
 # snakemake processes in a job of the SLURM plugin. They grow with the size of the input: obs and some numbers per cell are
 # in memory, and times are four times those of one core. The image is used with `--sdm apptainer`.
 
+image = f"{os.path.relpath(checkout)}/envs/cellmill.sif"
+
 
 localrules:
     demo_data,  # copies a small file
@@ -34,16 +36,16 @@ rule fetch:
     conda:
         "../../envs/cellmill.yaml"
     params:
-        url=lambda wildcards: dataset_of(wildcards).path,
+        url=lambda wildcards: jobs.dataset(wildcards).path,
     shell:
         "cellmill fetch --input {params.url:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule preprocess:
     input:
-        raw=input_of,
-        orthologs=file_of("preprocess", "orthologs"),
-        label_maps=label_maps_of,
+        raw=jobs.raw,
+        orthologs=jobs.option_file("preprocess", "orthologs"),
+        label_maps=jobs.label_maps,
     output:
         cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
         report=report(
@@ -59,20 +61,19 @@ rule preprocess:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     resources:
         mem_mb=sized(8000, 5),
         runtime=sized(120, 200),
     params:
-        options=options("preprocess"),
-        options_file=options_file("preprocess"),
-        counts=lambda wildcards: dataset_of(wildcards).counts,
-        columns=column_arguments,
+        options=jobs.options("preprocess"),
+        counts=lambda wildcards: jobs.dataset(wildcards).counts,
+        columns=jobs.columns,
         # `--source=…`: Snakemake quotes an empty string as nothing, and the option would take the next word
-        source=lambda wildcards: dataset_of(wildcards).source or "",
-        licence=lambda wildcards: dataset_of(wildcards).licence or "",
+        source=lambda wildcards: jobs.dataset(wildcards).source or "",
+        licence=lambda wildcards: jobs.dataset(wildcards).licence or "",
     shell:
-        "cellmill preprocess --options {params.options_file:q} --dataset {wildcards.dataset:q}"
+        "cellmill preprocess --options {params.options:q} --dataset {wildcards.dataset:q}"
         " --input {input.raw:q} --counts {params.counts:q} {params.columns:q} --source={params.source:q} --licence={params.licence:q}"
         " --out {output.cells:q} --report {output.report:q}"
         " 2>&1 | tee -i {log:q}"
@@ -80,8 +81,8 @@ rule preprocess:
 
 rule vocabulary:
     input:
-        cells=cells_of_corpus,
-        genes=file_of("vocabulary", "genes"),
+        cells=jobs.cells,
+        genes=jobs.option_file("vocabulary", "genes"),
     output:
         "results/corpora/{corpus}/vocabulary.tsv",
     log:
@@ -91,15 +92,14 @@ rule vocabulary:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     resources:
         mem_mb=sized(4000, 12),
         runtime=sized(60, 300),
     params:
-        options=options("vocabulary"),
-        options_file=options_file("vocabulary"),
+        options=jobs.options("vocabulary"),
     shell:
-        "cellmill vocabulary --options {params.options_file:q} --cells {input.cells:q} --out {output:q} 2>&1 | tee -i {log:q}"
+        "cellmill vocabulary --options {params.options:q} --cells {input.cells:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 # With `shard.jobs`, shards are written by as many jobs, from one plan. The number is an option and no checkpoint that follows
@@ -107,7 +107,7 @@ rule vocabulary:
 # three jobs to every small corpus. Parts that a killed job finished are kept in either case.
 rule divide:
     input:
-        cells=cells_of_corpus,
+        cells=jobs.cells,
         vocabulary="results/corpora/{corpus}/vocabulary.tsv",
     output:
         "results/corpora/{corpus}/shards/parts/plan.json",
@@ -118,21 +118,20 @@ rule divide:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     resources:
         mem_mb=sized(16000, 12),
         runtime=sized(240, 120),
     params:
-        options=options("divide"),
-        options_file=options_file("divide"),
+        options=jobs.options("divide"),
     shell:
-        "cellmill divide --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        "cellmill divide --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule shard_part:
     input:
-        cells=cells_of_corpus,
+        cells=jobs.cells,
         vocabulary="results/corpora/{corpus}/vocabulary.tsv",
         plan="results/corpora/{corpus}/shards/parts/plan.json",
     output:
@@ -144,23 +143,22 @@ rule shard_part:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     resources:
         mem_mb=sized(16000, 12),
         runtime=sized(240, 120),
     params:
-        options=options("shard_part"),
-        options_file=options_file("shard_part"),
+        options=jobs.options("shard_part"),
     shell:
-        "cellmill shard_part --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        "cellmill shard_part --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --part {wildcards.part:q} --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule shard:
     input:
-        cells=cells_of_corpus,
+        cells=jobs.cells,
         vocabulary="results/corpora/{corpus}/vocabulary.tsv",
-        parts=parts_of,
+        parts=jobs.parts,
     output:
         "results/corpora/{corpus}/shards/manifest.json",
     log:
@@ -170,13 +168,12 @@ rule shard:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     resources:
         mem_mb=sized(16000, 12),
         runtime=sized(240, 120),
     params:
-        options=options("shard"),
-        options_file=options_file("shard"),
+        options=jobs.options("shard"),
     shell:
-        "cellmill shard --options {params.options_file:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
+        "cellmill shard --options {params.options:q} --cells {input.cells:q} --vocabulary {input.vocabulary:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"

@@ -6,7 +6,7 @@ rule embed:
         weights="results/runs/{run}{at}/model/model.safetensors",
         config="results/runs/{run}{at}/model/config.json",
         vocabulary="results/runs/{run}{at}/model/vocabulary.tsv",
-        cells=lambda wildcards: f"{corpus_of(wildcards)}/cells/{wildcards.dataset}.h5ad",
+        cells=jobs.of_corpus("{corpus}/cells/{dataset}.h5ad"),
     output:
         "results/runs/{run}{at}/embeddings/{dataset}.h5ad",
     log:
@@ -16,16 +16,15 @@ rule embed:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     threads: 4
     resources:
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     params:
-        options=options("embed"),
-        options_file=options_file("embed"),
+        options=jobs.options("embed"),
     shell:
-        'cellmill embed --options {params.options_file:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        'cellmill embed --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
@@ -34,7 +33,7 @@ rule embed:
 rule embed_external:
     input:
         cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
-        files=lambda wildcards: external_model(wildcards).files,
+        files=lambda wildcards: jobs.external_model(wildcards).files,
     output:
         "results/corpora/{corpus}/external/{external}/{dataset}-{digest}.h5ad",
     log:
@@ -48,7 +47,7 @@ rule embed_external:
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     params:
-        command=lambda wildcards: external_model(wildcards).command,
+        command=lambda wildcards: jobs.external_model(wildcards).command,
     shell:
         "cellmill embed_external --name {wildcards.external:q} --command={params.command:q} --input {input.cells:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"
@@ -60,7 +59,7 @@ rule predict:
         weights="results/runs/{run}/model/model.safetensors",
         config="results/runs/{run}/model/config.json",
         vocabulary="results/runs/{run}/model/vocabulary.tsv",
-        cells=lambda wildcards: f"{corpus_of(wildcards)}/cells/{wildcards.dataset}.h5ad",
+        cells=jobs.of_corpus("{corpus}/cells/{dataset}.h5ad"),
     output:
         "results/runs/{run}/predictions/{dataset}.h5ad",
     log:
@@ -70,28 +69,27 @@ rule predict:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     threads: 4
     resources:
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     params:
-        options=options("predict"),
-        options_file=options_file("predict"),
+        options=jobs.options("predict"),
     shell:
-        'cellmill predict --options {params.options_file:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        'cellmill predict --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
 rule evaluate:
     input:
         weights="results/runs/{run}{at}/model/model.safetensors",
-        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
-        ancestors=ancestor_manifests,
-        cells=evaluated("{corpus}/cells/{dataset}.h5ad"),
-        embeddings=evaluated("results/runs/{run}{at}/embeddings/{dataset}.h5ad"),
-        files=task_files,
-        external=external_embeddings,
+        manifest=jobs.of_corpus("{corpus}/shards/manifest.json"),
+        ancestors=jobs.ancestor_manifests,
+        cells=jobs.evaluated("{corpus}/cells/{dataset}.h5ad"),
+        embeddings=jobs.evaluated("results/runs/{run}{at}/embeddings/{dataset}.h5ad"),
+        files=jobs.task_files,
+        external=jobs.external_embeddings,
     output:
         metrics=report(
             "results/runs/{run}{at}/evaluate/metrics.json",
@@ -107,18 +105,17 @@ rule evaluate:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     threads: 4
     resources:
-        mem_mb=32000,
-        runtime=240,
+        mem_mb=sized(32000),
+        runtime=sized(240),
     params:
-        options=options("evaluate"),
-        options_file=options_file("evaluate"),
-        labels=label_columns,
-        baselines=lambda wildcards: f"{corpus_of(wildcards)}/baselines",  # a cache: the same for all runs of a dataset
+        options=jobs.options("evaluate"),
+        labels=jobs.label_columns,
+        baselines=jobs.of_corpus("{corpus}/baselines"),  # a cache: the same for all runs of a dataset
     shell:
-        'cellmill evaluate --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
+        'cellmill evaluate --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q} --embeddings {input.embeddings:q}"
         " --external {input.external:q} --labels {params.labels:q} --baselines {params.baselines:q} --out {output.metrics:q} 2>&1 | tee -i {log:q}"
 
@@ -127,9 +124,9 @@ rule evaluate:
 rule predict_changes:
     input:
         weights="results/runs/{run}{at}/model/model.safetensors",
-        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
-        ancestors=ancestor_manifests,
-        cells=bridged("{corpus}/cells/{dataset}.h5ad"),
+        manifest=jobs.of_corpus("{corpus}/shards/manifest.json"),
+        ancestors=jobs.ancestor_manifests,
+        cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
     output:
         "results/runs/{run}{at}/changes/{dataset}.h5ad",
@@ -140,15 +137,14 @@ rule predict_changes:
     conda:
         "../../envs/cellmill.yaml"
     container:
-        "envs/cellmill.sif"
+        image
     threads: 4
     resources:
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     params:
-        options=options("predict_changes"),
-        options_file=options_file("predict_changes"),
+        options=jobs.options("predict_changes"),
     shell:
-        'cellmill predict_changes --options {params.options_file:q} --model "$(dirname {input.weights:q})"'
+        'cellmill predict_changes --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q}"
         " --embedding {input.embedding:q} --out {output:q} 2>&1 | tee -i {log:q}"

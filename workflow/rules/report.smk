@@ -8,9 +8,9 @@ localrules:
 
 rule sweep:
     input:
-        plans=lambda wildcards: expand("results/runs/{run}/plan.json", run=swept[wildcards.sweep]),
-        trained=lambda wildcards: expand("results/runs/{run}/train/status.json", run=swept[wildcards.sweep]),
-        metrics=lambda wildcards: expand("results/runs/{run}/evaluate/metrics.json", run=swept[wildcards.sweep]),
+        plans=jobs.of_sweep("results/runs/{run}/plan.json"),
+        trained=jobs.of_sweep("results/runs/{run}/train/status.json"),
+        metrics=jobs.of_sweep("results/runs/{run}/evaluate/metrics.json"),
     output:
         table="results/sweeps/{sweep}/results.csv",
         curves="results/sweeps/{sweep}/curves.json",
@@ -21,11 +21,9 @@ rule sweep:
     conda:
         "../../envs/cellmill.yaml"
     params:
-        values=lambda wildcards: json.dumps(swept[wildcards.sweep]),
-        values_file=swept_file,
+        values=jobs.sweep_values,
     shell:
-        "cellmill sweep --values {params.values_file:q} --runs results/runs --out {output.table:q}"
-        " 2>&1 | tee -i {log:q}"
+        "cellmill sweep --values {params.values:q} --runs results/runs --out {output.table:q}" " 2>&1 | tee -i {log:q}"
 
 
 rule report:
@@ -34,9 +32,9 @@ rule report:
         trained=expand("results/runs/{run}/train/status.json", run=pipeline.runs),
         models=expand("results/runs/{run}/model/config.json", run=pipeline.runs),
         metrics=expand("results/runs/{run}/evaluate/metrics.json", run=pipeline.runs),
-        kept=evaluated_steps(),
-        manifests=expand("results/corpora/{corpus}/shards/manifest.json", corpus=reported_corpora()),
-        sweeps=expand("results/sweeps/{sweep}/curves.json", sweep=swept),
+        kept=jobs.evaluated_steps(),
+        manifests=expand("results/corpora/{corpus}/shards/manifest.json", corpus=jobs.reported_corpora()),
+        sweeps=expand("results/sweeps/{sweep}/curves.json", sweep=jobs.swept),
     output:
         report("results/report/index.html", caption="../report/report.rst", category="Report"),
     log:
@@ -46,11 +44,10 @@ rule report:
     conda:
         "../../envs/cellmill.yaml"
     params:
-        options=options("report"),
-        options_file=options_file("report"),
+        options=jobs.options("report"),
         runs=expand("results/runs/{run}", run=pipeline.runs),
-        corpora=expand("results/corpora/{corpus}", corpus=reported_corpora()),
-        sweeps=["--sweeps", *expand("results/sweeps/{sweep}/curves.json", sweep=swept)] if swept else [],
+        corpora=expand("results/corpora/{corpus}", corpus=jobs.reported_corpora()),
+        sweeps=["--sweeps", *expand("results/sweeps/{sweep}/curves.json", sweep=jobs.swept)] if jobs.swept else [],
     shell:
-        "cellmill report --options {params.options_file:q} --runs {params.runs:q} --corpora {params.corpora:q}"
+        "cellmill report --options {params.options:q} --runs {params.runs:q} --corpora {params.corpora:q}"
         " {params.sweeps:q} --out {output:q} 2>&1 | tee -i {log:q}"

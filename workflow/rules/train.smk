@@ -27,7 +27,7 @@ rule pull:
 
 rule plan:
     input:
-        lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        jobs.of_corpus("{corpus}/shards/manifest.json"),
     output:
         report(
             "results/runs/{run}/plan.json",
@@ -42,32 +42,26 @@ rule plan:
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        nodes=of_train("nodes"),
-        nproc_per_node=of_train("nproc_per_node"),
-        device=plan_defaults.get("device", "cpu"),
+        **plan_resources(machines),
     params:
-        options=options("plan"),
-        options_file=options_file("plan"),
-        fits=fits_processes,  # depends on resources, which Snakemake takes for no reason to rerun
+        options=jobs.options("plan"),
+        machine=plan_machine,
     shell:
-        "cellmill plan --options {params.options_file:q} --manifest {input:q} --out {output:q} --nodes {resources.nodes:q}"
-        " --nproc-per-node {resources.nproc_per_node:q} --device {resources.device:q} 2>&1 | tee -i {log:q}"
-
-
-by_machine("plan")
+        "cellmill plan --options {params.options:q} --manifest {input:q} --out {output:q} {params.machine:q}"
+        " 2>&1 | tee -i {log:q}"
 
 
 # Only status.json is an output: Snakemake deletes the outputs of a failed job, and the run resumes from the checkpoints
 # in that folder. It starts its processes or submits its jobs itself, so it is a local rule.
 rule train:
     input:
-        manifest=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
-        vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
+        manifest=jobs.of_corpus("{corpus}/shards/manifest.json"),
+        vocabulary=jobs.of_corpus("{corpus}/vocabulary.tsv"),
         # a plan that refuses stops the run. Not ancient(): Snakemake would then miss changed options of train whenever
         # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
-        parent=parent_files,
-        vectors=gene_vectors,
+        parent=jobs.parents,
+        vectors=jobs.gene_vectors,
     output:
         "results/runs/{run}/train/status.json",
     log:
@@ -78,30 +72,25 @@ rule train:
     conda:
         "../../envs/cellmill.yaml"
     resources:
-        **machine_defaults,
+        **train_resources(machines),
+        restart=lambda wildcards: "--restart" if wildcards.run in restarted else "",
     params:
-        options=options("train"),
-        options_file=options_file("train"),
-        fits=fits_processes,
-        parent=parent_argument,
-        restart=restart_argument,
-        machine=machine_argument,
+        options=jobs.options("train"),
+        parent=jobs.parent_arguments,
+        machine=train_machine,
     shell:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
-        " cellmill train --options {params.options_file:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} {params.restart:q} {params.machine:q} 2>&1 | tee -i {log:q}'
-
-
-by_machine("train")
+        " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
+        ' --out "$(dirname {output:q})" {params.parent:q} {resources.restart:q} {params.machine:q} 2>&1 | tee -i {log:q}'
 
 
 # `at` is empty, or the step of a kept checkpoint: results/runs/{run}/steps/{step}/model/config.json.
 rule consolidate:
     input:
         status="results/runs/{run}/train/status.json",
-        vocabulary=lambda wildcards: f"{corpus_of(wildcards)}/vocabulary.tsv",
-        shards=lambda wildcards: f"{corpus_of(wildcards)}/shards/manifest.json",
+        vocabulary=jobs.of_corpus("{corpus}/vocabulary.tsv"),
+        shards=jobs.of_corpus("{corpus}/shards/manifest.json"),
     output:
         weights="results/runs/{run}{at}/model/model.safetensors",
         config="results/runs/{run}{at}/model/config.json",
@@ -118,12 +107,14 @@ rule consolidate:
         "results/benchmarks/consolidate/{run}{at}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    resources:
+        mem_mb=sized(8000),  # the model's weights
+        runtime=sized(60),
     params:
-        options=options("consolidate"),
         # Snakemake deletes the status of a training that failed, and asks for it only if this rule has a reason to run:
         # other options of the training, or newer shards
-        trained=lambda wildcards: digest(section_of("train", wildcards)),
-        options_file=options_file("consolidate"),
+        trained=lambda wildcards: digest(jobs.section("train", wildcards)),
+        options=jobs.options("consolidate"),
     shell:
-        'cellmill consolidate --options {params.options_file:q} --train "$(dirname {input.status:q})"'
+        'cellmill consolidate --options {params.options:q} --train "$(dirname {input.status:q})"'
         ' --vocabulary {input.vocabulary:q} --out "$(dirname {output.weights:q})" 2>&1 | tee -i {log:q}'

@@ -201,15 +201,18 @@ def request_text(machine: Machine) -> str:
 
 
 ON_A_GPU = ("embed", "embed_external", "predict", "evaluate", "predict_changes")
-DECLARED: dict[str, dict[str, int]] = {
-    "preprocess": {"mem_mb": 8000, "runtime": 120},
-    "vocabulary": {"mem_mb": 4000, "runtime": 60},
-    **{stage: {"mem_mb": 16000, "runtime": 240} for stage in ("divide", "shard_part", "shard")},
-    "consolidate": {},
-    **{stage: {"mem_mb": 32000, "runtime": 240, "threads": 4} for stage in ON_A_GPU},
+DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
+    "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
+    "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
+    **{stage: {"mem_mb": (16000, 12), "runtime": (240, 120)} for stage in ("divide", "shard_part", "shard")},
+    "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
+    **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
+    "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
 }
-"""Stages that are no local rules, and what their rules declare for the smallest input: default-resources lie under it,
-set-resources over."""
+"""Stages that are no local rules, and what their rules declare: a number for the smallest input and the MB of input
+that add 1 to it, both times the attempt. default-resources lie under it, set-resources over."""
+THREADS_ON_A_GPU = 4
+"""CPU cores of such a rule; the others have 1."""
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
@@ -256,9 +259,11 @@ def stage_machine(profile: Profile, stage: str, attempt: int = 1) -> Machine:
 
     What depends on the input files is unknown here, and left out.
     """
-    declared, options, path = DECLARED[stage], profile.options, profile.path
+    options, path = profile.options, profile.path
+    declared = {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
-    known = {"attempt": attempt, "threads": declared.get("threads", 1) if given is None else given.value}
+    threads = THREADS_ON_A_GPU if stage in ON_A_GPU else 1
+    known = {"attempt": attempt, "threads": threads if given is None else given.value}
     own = [entry.partition(":")[2] for entry in entries_of(options, "set-resources", path, stage)]
     resources = _evaluated(entries_of(options, "default-resources", path), known) | declared | _evaluated(own, known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}

@@ -24,8 +24,10 @@ from snakemake.common import get_appdirs
 from snakemake.exceptions import WorkflowError
 from snakemake.profiles import ProfileConfigFileParser
 
+from cellmill.config.checks import check_nodes
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
+from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import require_file
 
@@ -33,6 +35,7 @@ Rules = dict[str, dict[str, Any]]
 """Resources of the rules train and plan."""
 _OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
 _OF_A_SITE = ("slurm_partition", "slurm_account", "qos", "constraint", "reservation")
+_DEFAULTS = {name: field.default for name, field in Machine.model_fields.items()}
 _EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}  # a machine that sets one does not inherit the other
 
 
@@ -57,10 +60,6 @@ class Profile:
     def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
         """Keys of a rule that the named machine changes; none for no name or an unknown one."""
         return self.named.get(machine or "", {}).get(rule, {})
-
-    def keys(self, rule: str) -> set[str]:
-        """Every key of a rule that a named machine changes."""
-        return {key for rules in self.named.values() for key in rules[rule]}
 
     def machine(self, name: str = "") -> Machine:
         """The machine of a training, or the one called `name`. Raises ConfigError naming the key that is wrong."""
@@ -247,5 +246,60 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         }
         for name in (*profile.named, *added.named)
     }
-    train = {name: value for name, value in profile.train.items() if name in Machine.model_fields}
-    return replace(profile, train=train, named=named, trains=options.report is None)
+    train = {name: value for name, value in profile.train.items() if name in _DEFAULTS}
+    train |= typed.get("train", {})
+    plan = profile.plan | typed.get("plan", {})
+    return replace(profile, train=train, plan=plan, named=named, trains=options.report is None)
+
+
+def train_resources(command: Profile) -> dict[str, Any]:
+    """Resources of rule train: every option of `Machine`."""
+    return _DEFAULTS | {name: value for name, value in command.train.items() if name in _DEFAULTS}
+
+
+def plan_resources(command: Profile) -> dict[str, Any]:
+    """Resources of rule plan, which takes nodes and processes from train."""
+    train = train_resources(command)
+    return {name: command.plan.get(name, train[name]) for name in ("nodes", "nproc_per_node")} | {
+        "device": command.device()
+    }
+
+
+def train_arguments(command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool) -> list[str]:
+    """Flags of `cellmill train` for a run: the rule's resources, and over them the keys of the machine that it names.
+
+    Raises ConfigError unless the run fits on these processes, or if it would train on this machine although an
+    executor runs stages `elsewhere`.
+    """
+    if resources.launcher == "local" and elsewhere:
+        raise ConfigError(
+            "launcher local would train on this machine, although stages are jobs elsewhere (executor); set "
+            "set-resources: train: launcher: slurm in the profile, or leave the executor out"
+        )
+    given = {key: getattr(resources, key) for key in _DEFAULTS}
+    machine = _fitting(command, name, run, given | command.resources(run.machine, "train"))
+    return [f"--{key.replace('_', '-')}={value}" for key, value in machine if value != _DEFAULTS[key]]
+
+
+def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) -> list[str]:
+    """Flags of `cellmill plan`, likewise."""
+    own = command.resources(run.machine, "plan")
+    of_train = {key: value for key, value in command.resources(run.machine, "train").items() if key not in command.plan}
+    sizes = {key: (of_train | own).get(key, getattr(resources, key)) for key in ("nodes", "nproc_per_node")}
+    # plan has no launcher, and takes a range of nodes
+    machine = _fitting(command, name, run, sizes | {"launcher": "slurm"})
+    device = str(own.get("device", resources.device))
+    return ["--nodes", machine.nodes, "--nproc-per-node", str(machine.nproc_per_node), "--device", device]
+
+
+def _fitting(command: Profile, name: str, run: RunConfig, given: dict[str, Any]) -> Machine:
+    """The machine of the resources `given`. Raises ConfigError unless the run can be laid out on it."""
+    try:
+        if run.machine and command.trains:
+            command.machine(run.machine)
+        known = {key: value for key, value in given.items() if key in _DEFAULTS}
+        machine: Machine = check_options(Machine, known, "the profile's set-resources")
+        check_nodes(run, machine.node_counts, machine.nproc_per_node)
+    except ConfigError as error:
+        raise ConfigError(f"run {name}: {error}") from None
+    return machine

@@ -160,6 +160,7 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         parent = run.init_from
         if parent is not None and parent not in pipeline.runs and not is_url(parent):
             yield f"runs.{name}.init_from", str(Path(parent) / "model.safetensors")
+    yield from ((f"bridges.{package}", python) for package, python in pipeline.bridges.items() if "/" in python)
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:

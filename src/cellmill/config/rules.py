@@ -1,0 +1,265 @@
+"""Input files, options and arguments of the jobs of the workflow, by their wildcards: what workflow/rules/ call."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cellmill.config.datasets import Dataset, ObsColumns, is_url
+from cellmill.config.evaluate import ExternalModel
+from cellmill.config.workflow import Workflow
+from cellmill.errors import ConfigError, one_line
+from cellmill.files import digest, write_json
+
+Wildcards = Any
+"""Snakemake's wildcards of a job, as attributes."""
+
+
+def sized(base: int, mb_per_unit: float | None = None) -> Callable[..., int]:
+    """Resource of a job: `base`, and 1 more for each `mb_per_unit` MB of input, times the attempt."""
+
+    def resource(wildcards: Wildcards, input: Iterable[str], attempt: int) -> int:
+        # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and URLs
+        more = sum(map(_bytes_of, input)) / 2**20 / mb_per_unit if mb_per_unit else 0
+        return int(base + more) * attempt
+
+    return resource
+
+
+def _bytes_of(path: str) -> int:
+    """Bytes of an input: of a folder its files, of a fetched URL its copy."""
+    if path.endswith(".fetched.json"):
+        return int(json.loads(Path(path).read_text())["bytes"])
+    if os.path.isdir(path):
+        return sum(inner.stat().st_size for inner in Path(path).rglob("*") if inner.is_file())
+    return os.path.getsize(path)
+
+
+class Jobs:
+    """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule as it is."""
+
+    def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
+        self.workflow, self.corpora, self.runs = workflow, workflow.corpora, workflow.runs
+        self.writes = writes
+        """True if jobs run, so that files of options are written; known only once all rules are."""
+        self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
+        self.swept = workflow.swept()
+
+    # options
+
+    def section(self, stage: str, wildcards: Wildcards) -> dict[str, Any]:
+        """Sections of the configuration that `stage` reads; with a dataset's own options where it preprocesses one."""
+        name = wildcards.get("run") or wildcards.get("corpus")
+        dataset = self.dataset(wildcards) if stage == "preprocess" else None
+        section = self.workflow.section(stage, name, dataset)
+        if stage == "consolidate" and wildcards.at:
+            section["consolidate"]["checkpoint"] = int(wildcards.at.rpartition("/")[2])
+        return section
+
+    def options(self, stage: str) -> Callable[[Wildcards], str]:
+        """File of the options that `stage` reads. It is called after its content, so other options rerun the stage."""
+        return lambda wildcards: self._written(
+            stage, wildcards.get("run") or wildcards.get("corpus"), self.section(stage, wildcards)
+        )
+
+    def sweep_values(self, wildcards: Wildcards) -> str:
+        """File of the values of a sweep's runs."""
+        return self._written("sweep", wildcards.sweep, self.swept[wildcards.sweep])
+
+    @one_line()
+    def _written(self, stage: str, name: str | None, tree: dict[str, Any]) -> str:
+        """Path of a file of `tree`. A job that waits in a queue reads what it was submitted with."""
+        path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(tree)[:12]}.json")
+        if self.writes() and not path.exists():
+            try:
+                write_json(path, tree)
+            except OSError as error:  # the first file that a workflow writes
+                where = error.filename or path
+                raise ConfigError(f"{where}: {error.strerror}; the workflow writes to its working directory") from None
+        return str(path)
+
+    def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
+        """`pattern` for each run of the sweep."""
+        return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]
+
+    # corpora
+
+    @one_line()
+    def dataset(self, wildcards: Wildcards) -> Dataset:
+        """Row of the dataset in the corpus's table."""
+        table = self.datasets[wildcards.corpus]
+        if wildcards.dataset not in table:
+            raise ConfigError(
+                f"{self.corpora[wildcards.corpus].table}: corpus {wildcards.corpus} has no dataset "
+                f"{wildcards.dataset!r}; there are: {', '.join(table)}"
+            )
+        return table[wildcards.dataset]
+
+    def raw(self, wildcards: Wildcards) -> str:
+        """Path of the dataset, or the record of its copy if it is a URL."""
+        path = self.dataset(wildcards).path
+        fetched = f"results/corpora/{wildcards.corpus}/inputs/{wildcards.dataset}.fetched.json"
+        return fetched if is_url(path) else path
+
+    def columns(self, wildcards: Wildcards) -> list[str]:
+        """What the table says of a dataset's obs and counts, as arguments of `cellmill preprocess`."""
+        dataset = self.dataset(wildcards)
+        given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        return words + ["--round-counts"] * dataset.round_counts
+
+    def label_maps(self, wildcards: Wildcards) -> list[str]:
+        """Files that rename labels of a dataset."""
+        return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))
+
+    def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
+        """The file that an option of the corpus names, if any."""
+
+        def files(wildcards: Wildcards) -> list[str]:
+            path = getattr(getattr(self.corpora[wildcards.corpus], section), key)
+            return [] if path is None else [path]
+
+        return files
+
+    def cells(self, wildcards: Wildcards) -> list[str]:
+        """Preprocessed cells of every dataset of the corpus."""
+        names = self.workflow.trained_on(wildcards.corpus)
+        return [f"results/corpora/{wildcards.corpus}/cells/{name}.h5ad" for name in names]
+
+    def parts(self, wildcards: Wildcards) -> list[str]:
+        """Parts of the shards that jobs of their own write; none if one job writes all."""
+        jobs = self.corpora[wildcards.corpus].shard.jobs
+        folder = f"results/corpora/{wildcards.corpus}/shards/parts"
+        return [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)] if jobs > 1 else []
+
+    def reported_corpora(self) -> list[str]:
+        """Corpora used by any run, in the order of the configuration."""
+        used = {run.corpus for run in self.runs.values()}
+        return [corpus for corpus in self.corpora if corpus in used]
+
+    # runs
+
+    def of_corpus(self, pattern: str) -> Callable[[Wildcards], str]:
+        """`pattern` below the folder of the run's corpus."""
+        return lambda wildcards: pattern.format(corpus=self._corpus(wildcards), **wildcards)
+
+    def _corpus(self, wildcards: Wildcards) -> str:
+        return f"results/corpora/{self.runs[wildcards.run].corpus}"
+
+    def _parent_model(self, wildcards: Wildcards) -> list[str]:
+        """Weights of the run, or in the folder, that this one starts from; none if it starts anew."""
+        parent = self.runs[wildcards.run].init_from
+        if parent is None:
+            return []
+        if parent in self.runs:
+            return [f"results/runs/{parent}/model/model.safetensors"]
+        folder = f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else Path(parent)
+        return [f"{folder}/model.safetensors"]
+
+    def parents(self, wildcards: Wildcards) -> list[str]:
+        """What the run waits for: the model that it starts from, and its trunk's end."""
+        trunk = self.runs[wildcards.run].trunk
+        status = [] if trunk is None else [f"results/runs/{trunk}/train/status.json"]
+        return self._parent_model(wildcards) + status
+
+    def parent_arguments(self, wildcards: Wildcards) -> list[str]:
+        """The same as arguments of `cellmill train`."""
+        words, run = [], self.runs[wildcards.run]
+        for path in self._parent_model(wildcards):
+            words += ["--init-from", str(Path(path).parent)]
+        if run.trunk is not None:
+            words += ["--trunk", f"results/runs/{run.trunk}/train/checkpoints/step-{run.trunk_step:08}"]
+        return words
+
+    def gene_vectors(self, wildcards: Wildcards) -> list[str]:
+        """File of `model.gene_vectors`, if any; its path is among the options."""
+        path = getattr(self.runs[wildcards.run].model, "gene_vectors", None)
+        return [] if path is None else [path]
+
+    def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
+        """Manifests of the runs that the initial weights came from: their cells are not held out either."""
+        manifests, run = [], self.runs[wildcards.run]
+        while run.init_from in self.runs:  # not None, nor the path of a model folder
+            run = self.runs[run.init_from]
+            manifests.append(f"results/corpora/{run.corpus}/shards/manifest.json")
+        return manifests
+
+    # evaluation
+
+    def evaluated(self, pattern: str) -> Callable[[Wildcards], list[str]]:
+        """`pattern` for each dataset the run is evaluated on."""
+
+        def files(wildcards: Wildcards) -> list[str]:
+            names, corpus = self.workflow.evaluated_on(wildcards.run), self._corpus(wildcards)
+            return [pattern.format(corpus=corpus, dataset=name, **wildcards) for name in names]
+
+        return files
+
+    def evaluated_steps(self) -> list[str]:
+        """Evaluations of kept checkpoints, by `evaluate_steps`."""
+        return [
+            f"results/runs/{name}/steps/{step}/evaluate/metrics.json"
+            for name, run in self.runs.items()
+            for step in run.evaluate_steps
+        ]
+
+    def label_columns(self, wildcards: Wildcards) -> list[str]:
+        """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
+        table = self.datasets[self.runs[wildcards.run].corpus]
+        return ["|".join(table[name].label_names) or "-" for name in self.workflow.evaluated_on(wildcards.run)]
+
+    def task_files(self, wildcards: Wildcards) -> list[str]:
+        """Files that the options of the run's evaluation tasks name."""
+        return [path for task in self.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
+
+    def external_embeddings(self, wildcards: Wildcards) -> list[str]:
+        """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next one."""
+        models = self.runs[wildcards.run].evaluate.external.items()
+        return [
+            f"{self._corpus(wildcards)}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
+            for dataset in self.workflow.evaluated_on(wildcards.run)
+            for name, model in models
+        ]
+
+    @one_line()
+    def external_model(self, wildcards: Wildcards) -> ExternalModel:
+        """The options of an external model, by its name and digest."""
+        for run in self.runs.values():
+            model = run.evaluate.external.get(wildcards.external)
+            if model is not None and model.digest.startswith(wildcards.digest):
+                return model
+        raise ConfigError(f"no run has an evaluate.external.{wildcards.external} of digest {wildcards.digest}")
+
+    # bridges
+
+    def bridged(self, pattern: str) -> Callable[[Wildcards], str]:
+        """`pattern`, if the run is evaluated on the dataset."""
+
+        @one_line()
+        def file(wildcards: Wildcards) -> str:
+            known = self.workflow.evaluated_on(wildcards.run)
+            if wildcards.dataset not in known:
+                raise ConfigError(
+                    f"run {wildcards.run} is not evaluated on dataset {wildcards.dataset!r}; "
+                    f"it is on: {', '.join(known)}"
+                )
+            return pattern.format(corpus=self._corpus(wildcards), **wildcards)
+
+        return file
+
+    @one_line()
+    def bridge_label(self, wildcards: Wildcards) -> str:
+        """obs column of the first label of a dataset."""
+        corpus = self.runs[wildcards.run].corpus
+        labels = self.datasets[corpus][wildcards.dataset].label_names
+        if not labels:
+            raise ConfigError(
+                f"{self.corpora[corpus].table}: dataset {wildcards.dataset} has no label, which bridges read; name an "
+                "obs column in column label"
+            )
+        return labels[0]
+
+    def bridge_python(self, package: str) -> str:
+        """Interpreter of a bridge: `bridges` of the configuration, or the environment's."""
+        return self.workflow.bridges.get(package, "python")
