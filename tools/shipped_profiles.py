@@ -8,39 +8,36 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.files import write_text
-from cellmill.preflight.new_profile import Place, ProfileValues, render
+from cellmill.preflight.new_profile import Place, Site, render
 
 WHY = {
     "status_command": "needs no accounting; with accounting use sacct, which survives a controller outage",
     "nproc_per_node": "one process per GPU",
     "mem_mb": "all of a node's memory",
-    "vectors_gpu": "one GPU, in the plugin's terms",
-    "vectors_gpu_model": "the site's name of it: `sinfo -o %G`",
-    "vectors_tasks_per_gpu": "otherwise the script runs once per GPU",
+    "gpu": "gpu_model is the site's name of it: `sinfo -o %G`",
 }
 
 
-def any_cluster() -> ProfileValues:
+def any_cluster() -> Site:
     """One GPU, without the names of a site."""
     machine = _machine(gpus_per_node="1", runtime=240, mem_mb=64000, cpus_per_task=8)
     why = {"mem_mb": "per node; 0 for all of it", "gpus": "or gres: gpu:1, for sites that support only --gres"}
-    return ProfileValues(
+    return Site(
         head=_head("slurm", "Any SLURM cluster"),
         machine=machine,
         device="a100",
         stages=Place(),
         vectors=Place(),
-        vectors_gpu={"slurm_partition": "gpu", "gpu": 1, "tasks_per_gpu": 0},
+        gpu={"slurm_partition": "gpu", "gpu": 1, "tasks_per_gpu": 0},
         status_command="squeue",
         why=WHY | why,
-        shipped=True,
     )
 
 
-def gpu_nodes(gpu: str, nodes: int, gpus: int, cpus: int, described: str) -> ProfileValues:
+def gpu_nodes(gpu: str, nodes: int, gpus: int, cpus: int, described: str) -> Site:
     """Whole nodes of one type of GPU, in a partition of its name."""
     partition, per_node = f"gpu-{gpu}", f"{gpu}:{gpus}"
-    return ProfileValues(
+    return Site(
         head=_head(f"slurm-{gpu}", described),
         machine=_machine(
             nodes=str(nodes),
@@ -53,10 +50,9 @@ def gpu_nodes(gpu: str, nodes: int, gpus: int, cpus: int, described: str) -> Pro
         device=gpu,
         stages=Place("cpu"),
         vectors=Place(partition),
-        vectors_gpu={"slurm_partition": partition, "gpu": 1, "gpu_model": gpu, "tasks_per_gpu": 0},
+        gpu={"slurm_partition": partition, "gpu": 1, "gpu_model": gpu, "tasks_per_gpu": 0},
         status_command="squeue",
         why=WHY | {"gpus": f"or gres: gpu:{per_node}, for sites that support only --gres"},
-        shipped=True,
     )
 
 
@@ -74,7 +70,8 @@ def _machine(**options: str | int) -> Machine:
 
 
 def _head(name: str, described: str) -> str:
-    return f"# {described}. Fill in the commented keys; `cellmill preflight --profile {name}` checks it."
+    account = "Add slurm_account, twice, where a site has no default."
+    return f"# {described}: `cellmill preflight --profile {name}` checks it. {account}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def keys_of(text: str) -> set[str]:
     """Every key of a profile, including commented ones."""
     profile: dict[str, Any] = yaml.safe_load(text)
     found = set(profile) | set(profile.get("default-resources", {}))
-    found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M))
+    found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M)) - set(rules())
     for resources in profile["set-resources"].values():
         found |= set(resources)
     return found
@@ -68,8 +68,7 @@ def test_no_profile_has_a_setting_known_to_fail(path: Path) -> None:
     if profile.get("executor") == "slurm":
         assert profile["slurm-status-command"] == "squeue", "sacct is there without accounting too, and never answers"
         assert profile["slurm-logdir"].startswith(".snakemake/"), "the plugin deletes old logs under it"
-        for stage in set(rules()) - HERE:
-            assert {"mem_mb", "runtime"} <= set(profile["set-resources"][stage]), f"{stage} may not fit its job"
+        assert len(path.read_text().splitlines()) < 40, "what a rule says, or profiles/README.md, is not said again"
     for stage, resources in profile["set-resources"].items():
         assert "gpu" not in resources or resources["tasks_per_gpu"] == 0, f"{stage} would run once per GPU"
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from snakemake.cli import parse_set_resources
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import NoInput
-from cellmill.preflight.profile import read_profile
+from cellmill.preflight.checks import DECLARED, ON_A_GPU, NoInput
+from cellmill.preflight.profile import assigned, evaluate, read_profile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # as printed by `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f`
@@ -126,8 +125,11 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     ]
     assert tree["slurm-status-command"] == "sacct"
     assert tree["default-resources"] == {
-        "slurm_partition": "cpu", "slurm_account": "lab", "runtime": 60, "mem_mb": 4000
-    }  # fmt: skip
+        "slurm_partition": "cpu",
+        "slurm_account": "lab",
+        "mem_mb": 4000,
+        "disk_mb": 1000,
+    }
     assert tree["set-threads"] == {
         "preprocess": 2, "shard": 2, "shard_part": 2, "embed": 8, "embed_external": 8, "predict": 8, "evaluate": 8,
         "predict_changes": 8
@@ -222,7 +224,7 @@ def test_odd_sites(
     assert {key: getattr(machine, key) for key in train} == train
     assert {key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU} == embed
     assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
-    line = next(line for line in text.splitlines() if line.strip().startswith("device:"))
+    line = next(line for line in text.splitlines() if line.strip().startswith("plan:"))
     assert ("assumed: " in line) == ("?" in device)
     assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == ("?" in device)
 
@@ -231,20 +233,16 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
     short = SINFO.replace("c1|cpu*|up|infinite|mixed|64|256000", "c1|cpu*|up|3:20:00|mixed|64|20000")
     cluster(short, "")
     _, tree, _ = new("--partition", "debug")
-    for stage, resources in tree["set-resources"].items():
-        gpu = stage in ("embed", "embed_external", "predict", "evaluate", "predict_changes")
+    for stage, declared in DECLARED.items():
+        gpu = stage in ON_A_GPU
         for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
-            if stage in ("plan", "train"):
-                continue
-            resource = parse_set_resources([f"{stage}:{key}={resources[key]}"])[stage][key]
-            values = [
-                resource.evaluate(
-                    wildcards={}, input=NoInput(), attempt=attempt, threads=1, rulename=stage, async_run=None
-                ).value
+            text = tree["set-resources"].get(stage, {}).get(key, f"{declared[key][0]} * attempt")  # or its rule's
+            requests = [
+                evaluate(assigned(f"{key}={text}"), attempt=attempt, input=NoInput())[key]
                 for attempt in range(1, tree["retries"] + 2)
             ]
-            assert values == sorted(values), f"{stage} {key}: a retry gets less"
-            assert max(values) <= limit, f"{stage} {key}"
+            assert requests == sorted(requests), f"{stage} {key}: a retry gets less"
+            assert max(requests) <= limit, f"{stage} {key}"
     assert tree["set-resources"]["shard"]["runtime"] == 200
     assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 12) * attempt, 20000)"
 

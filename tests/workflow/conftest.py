@@ -1,8 +1,7 @@
-"""A project in its own folder: the repository's Snakefile with a few hundred simulated cells and a tiny model."""
+"""A project in its own folder: a case of .test/ with a few hundred simulated cells and a tiny model."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -20,21 +19,9 @@ import yaml
 from cellmill.cli import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = """
-corpora: {sim: {table: config/datasets.tsv}}
-preprocess: {min_genes: 5, min_cells: 1}
-shard: {cells_per_shard: 100, val_frac: 0.15, test_frac: 0.4}
-tokens: {max_tokens: 64}
-stream: {lanes: 4, block_cells: 8, window_blocks: 4}
-model: {hidden: 16, layers: 1, heads: 2}
-train: {steps: 12, global_batch: 16, token_budget: 2048, warmup_steps: 2, log_every_steps: 4, val_every_steps: 6}
-evaluate: {folds: 3, tasks: {probe: {neighbors: 5, seeds: 2}, reconstruct: {}}}
-runs: {tiny: {corpus: sim}}
-"""
+CASES = REPOSITORY / ".test"
 KEPT = [4, 8]
-"""Steps of the checkpoints that the finished project keeps, beside the last ones."""
-
-
+"""Steps of the checkpoints that runs of the cases keep, beside the last ones."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
@@ -89,12 +76,11 @@ class Project:
         return jobs_in(done.stdout)
 
     def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
-        """Write config/`name`: CONFIG with keys of some sections changed."""
-        tree = copy.deepcopy(yaml.safe_load(CONFIG))
+        """Write config/`name`: the configuration of .test/pretrain with keys of some sections changed."""
+        tree = yaml.safe_load((CASES / "pretrain" / "config" / "config.yaml").read_text())
         for section, values in sections.items():
             tree[section] = tree.get(section, {}) | values
         path = self.folder / "config" / name
-        path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
         return f"config/{name}"
 
@@ -116,15 +102,11 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_project(folder: Path, cells: Path) -> Project:
-    (folder / "data").mkdir(parents=True)
+def make_project(folder: Path, cells: Path, case: str = "pretrain") -> Project:
+    shutil.copytree(CASES / case / "config", folder / "config")
+    (folder / "data").mkdir()
     (folder / "data" / "sim.h5ad").symlink_to(cells)
-    project = Project(folder)
-    project.write_config()
-    (folder / "config" / "datasets.tsv").write_text(
-        "dataset\tpath\tlabel\tsource\nsim\tdata/sim.h5ad\tcell_type\t\n"  # unknown columns are empty or left out
-    )
-    return project
+    return Project(folder)
 
 
 @pytest.fixture
@@ -137,7 +119,6 @@ def project(tmp_path: Path, cells: Path) -> Project:
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
     """A project in which everything has run, and the output of that run. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
-    project.write_config(train={"keep_steps": KEPT})
     run = project.snakemake()
     assert run.returncode == 0, run.stdout
     return project, run.stdout

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from cellmill.report.collect import read_corpus, read_run, remake_commands
-from tests.workflow.conftest import KEPT, Project, jobs_in
+from tests.workflow.conftest import CASES, KEPT, Project, jobs_in
 
-pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project
+pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project: .test/pretrain
 
 CORPUS = ["preprocess", "vocabulary", "shard"]
 RUN = ["plan", "train", "consolidate", "embed", "evaluate"]
@@ -124,18 +125,11 @@ def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:
 
 @pytest.mark.full
 def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: Project) -> None:
-    labels = {"name": "classification", "label_column": "cell_type"}
-    adapted = {"corpus": "sim", "init_from": "tiny", "objective": labels, "finetune": {"method": "lora", "rank": 2}}
-    config = finished.write_config(
-        "adapted.yaml",
-        train={"keep_steps": KEPT},
-        runs={"tiny": {"corpus": "sim"}, "adapted": adapted | {"train": {"lr": 1e-2}}},
-    )
+    shutil.copy(CASES / "finetune" / "config" / "config.yaml", finished.folder / "config")
     folder = finished.folder / "results/runs/adapted"
     targets = [f"results/runs/adapted/{name}" for name in ("predictions/sim.h5ad", "evaluate/metrics.json")]
-    asked = ("--configfile", config, "--", *targets)
-    assert finished.jobs(*asked) == dict.fromkeys([*RUN, "predict"], 1), "nothing of the first run"
-    made = finished.snakemake(*asked)
+    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict"], 1), "nothing of the first run"
+    made = finished.snakemake(*targets)
     assert made.returncode == 0, made.stdout
     before, after = (load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder))
     moved = {name for name in before.keys() & after.keys() if not np.array_equal(before[name], after[name])}
@@ -147,6 +141,18 @@ def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: P
     metrics = json.loads((folder / "evaluate/metrics.json").read_text())
     assert metrics["model"]["supervised_by"] == ["cell_type"]
     assert metrics["datasets"]["sim"]["supervised"]
+
+
+@pytest.mark.full
+def test_a_sweep_trains_a_run_for_each_value_and_lists_them(finished: Project) -> None:
+    shutil.copy(CASES / "sweep" / "config" / "config.yaml", finished.folder / "config")
+    table = "results/sweeps/size/results.csv"
+    assert finished.jobs(table) == dict.fromkeys(RUN, 2) | {"sweep": 1}
+    made = finished.snakemake(table)
+    assert made.returncode == 0, made.stdout
+    header, *rows = (line.split(",") for line in (finished.folder / table).read_text().splitlines())
+    assert {row[header.index("model.hidden")] for row in rows} == {"8", "16"}
+    assert finished.jobs(table) == {}
 
 
 def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> None:
@@ -182,8 +188,7 @@ def test_a_branch_waits_for_its_trunk_which_keeps_the_checkpoint(project: Projec
 
 @pytest.mark.full
 def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project) -> None:
-    run, train = {"corpus": "sim"}, {"keep_steps": KEPT}
-    config = finished.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": KEPT}}, train=train)
+    config = finished.write_config("kept.yaml", runs={"tiny": {"corpus": "sim", "evaluate_steps": KEPT}})
     kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
     assert finished.jobs("--configfile", config) == kept
     made = finished.snakemake("--configfile", config)
@@ -197,7 +202,7 @@ def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project
     assert re.search(
         r"no checkpoint of step 5; there are those of steps 4, [\d, ]*8, .*; list the step in train", gone.stdout
     )
-    finished.write_config("kept.yaml", runs={"tiny": run | {"evaluate_steps": [5]}}, train=train)
+    finished.write_config("kept.yaml", runs={"tiny": {"corpus": "sim", "evaluate_steps": [5]}})
     refused = finished.snakemake("--configfile", config, "--dry-run").stdout
     assert "runs.tiny: evaluate_steps: 5 is not in train.keep_steps; add it there" in refused
 
@@ -288,12 +293,12 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
     script.write_text(EXTERNAL)
     external = {"pca": {"command": f"{sys.executable} 'embed it.py' {{cells}} {{out}}", "files": ["embed it.py"]}}
     tasks = {"tasks": {"probe": {"neighbors": 5, "seeds": 1}, "few_shot": {"shots": [5], "draws": 2}}}
-    runs, train = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}, {"keep_steps": KEPT}
-    both = finished.write_config("both.yaml", runs=runs, train=train, evaluate=tasks | {"external": external})
+    runs = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}
+    both = finished.write_config("both.yaml", runs=runs, evaluate=tasks | {"external": external})
     targets = [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
     expected = dict.fromkeys(RUN, 1) | {"embed_external": 1, "evaluate": 2}  # the run `tiny` is done
     assert finished.jobs("--configfile", both, "--", *targets) == expected
-    config = finished.write_config("external.yaml", train=train, evaluate=tasks | {"external": external})
+    config = finished.write_config("external.yaml", evaluate=tasks | {"external": external})
     asked = ("--configfile", config, "--", targets[0])
     made = finished.snakemake(*asked)
     assert made.returncode == 0, made.stdout
@@ -305,7 +310,7 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
         names = [row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"]
         assert "external: pca + kNN" in names
     assert finished.jobs(*asked) == {}
-    without = finished.write_config("without.yaml", train=train, evaluate=tasks)
+    without = finished.write_config("without.yaml", evaluate=tasks)
     assert finished.jobs("--configfile", without, "--", targets[0]) == {"evaluate": 1}
     script.write_text("import sys; print('no such weights'); sys.exit(4)")
     assert finished.jobs(*asked) == {"embed_external": 1, "evaluate": 1}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflow.conftest import KEPT, Project
+from tests.workflow.conftest import Project
 
 pytestmark = pytest.mark.xdist_group("workflow")
 
@@ -42,7 +42,7 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(fi
     length = {"steps": 100, "checkpoint_every_steps": 10, "log_every_steps": 20, "val_every_steps": 100}
     runs = {"tiny": {"corpus": "sim"}, "stopped": {"corpus": "sim", "train": length}}
     project, target = finished, STATUS.replace("tiny", "stopped")
-    project.write_config(runs=runs, train={"keep_steps": KEPT})
+    project.write_config(runs=runs)
     folder = (project.folder / target).parent
     process = start(project, target)
     wait_for_checkpoint(folder)

@@ -7,7 +7,7 @@ import shlex
 from snakemake.utils import validate
 
 from cellmill.config import check_config
-from cellmill.config.rules import Jobs, sized
+from cellmill.config.rules import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.queue import StageWatch, reasons_of_failed
@@ -21,7 +21,7 @@ restarted = list(map(str, restarted if isinstance(restarted, list) else [restart
 with one_line():
     pipeline = check_config(config, " + ".join(config_files))
     check_branches(pipeline, " + ".join(config_files))
-    jobs = Jobs(pipeline, writes=executes)
+    jobs = JobFiles(pipeline, writes=executes)
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:

@@ -5,11 +5,7 @@
 # in memory, and times are four times those of one core. The image is used with `--sdm apptainer`.
 
 image = f"{os.path.relpath(checkout)}/envs/cellmill.sif"
-
-
-localrules:
-    demo_data,  # copies a small file
-    fetch,  # compute nodes often have no way out
+image = None if re.search(r"\s", image) else image  # Snakemake refuses an image whose path has a space
 
 
 rule demo_data:
@@ -19,6 +15,7 @@ rule demo_data:
         "logs/demo/pbmc68k.log",
     benchmark:
         "results/benchmarks/demo/pbmc68k.tsv"
+    localrule: True  # copies a small file
     conda:
         "../../envs/cellmill.yaml"
     shell:
@@ -33,6 +30,7 @@ rule fetch:
         "logs/fetch/{corpus}.{dataset}.log",
     benchmark:
         "results/benchmarks/fetch/{corpus}.{dataset}.tsv"
+    localrule: True  # compute nodes often have no way out
     conda:
         "../../envs/cellmill.yaml"
     params:

@@ -1,11 +1,6 @@
 # Tables of sweeps, and one HTML page over all runs.
 
 
-localrules:
-    sweep,  # both take seconds on small files
-    report,
-
-
 rule sweep:
     input:
         plans=jobs.of_sweep("results/runs/{run}/plan.json"),
@@ -18,6 +13,7 @@ rule sweep:
         "logs/sweep/{sweep}.log",
     benchmark:
         "results/benchmarks/sweep/{sweep}.tsv"
+    localrule: True  # both take seconds on small files
     conda:
         "../../envs/cellmill.yaml"
     params:
@@ -41,6 +37,7 @@ rule report:
         "logs/report/report.log",
     benchmark:
         "results/benchmarks/report/report.tsv"
+    localrule: True
     conda:
         "../../envs/cellmill.yaml"
     params:

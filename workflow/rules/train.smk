@@ -2,12 +2,6 @@
 # another machine reruns nothing.
 
 
-localrules:
-    pull,  # compute nodes often have no way out
-    plan,  # takes a second, and refuses a run before anything is submitted
-    train,
-
-
 # A model on the hub that a run starts from: `init_from: hf://owner/name`, or `owner/name@revision`.
 rule pull:
     output:
@@ -17,6 +11,7 @@ rule pull:
         "logs/pull/{model}.log",
     benchmark:
         "results/benchmarks/pull/{model}.tsv"
+    localrule: True  # compute nodes often have no way out
     conda:
         "../../envs/cellmill.yaml"
     params:
@@ -39,6 +34,7 @@ rule plan:
         "logs/plan/{run}.log",
     benchmark:
         "results/benchmarks/plan/{run}.tsv"
+    localrule: True  # takes a second, and refuses a run before anything is submitted
     conda:
         "../../envs/cellmill.yaml"
     resources:
@@ -69,6 +65,7 @@ rule train:
     benchmark:
         "results/benchmarks/train/{run}.tsv"
     retries: 0  # it resumes by itself after failures of the machine; an error of its own would come again
+    localrule: True
     conda:
         "../../envs/cellmill.yaml"
     resources:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cellmill.errors import DataError, UserError
 from cellmill.files import atomic_path
-from cellmill.preflight.new_profile import ProfileValues, Request, choose_values, render
+from cellmill.preflight.new_profile import Request, Site, choose_values, render
 from cellmill.preflight.profile import read_profile, snakemake_finds
 from cellmill.preflight.site import ask_slurm
 
@@ -53,49 +53,34 @@ def user_profiles() -> Path:
 def profiles_new(
     *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
 ) -> None:
-    """Write `into`/NAME/config.yaml. Raises UserError if there is one, or SLURM has no such machine."""
+    """Write `into`/NAME/config.yaml. Raises UserError if it exists, or SLURM has no such machine."""
     folder = into / name
-    _check_name(name, folder)
-    _check_numbers(nodes, gpus)
-    values = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
-    file = folder / "config.yaml"
-    with atomic_path(file) as temporary:
-        temporary.write_text(render(values), encoding="utf-8")
-        _check_written(temporary, values)
-    _print_choice(file, values)
-    source, profile = ("", name) if into == Path("profiles") else (f" --from {shlex.quote(str(into))}", str(folder))
-    print(f"next: cellmill profiles install{source}")
-    print(f"      cellmill preflight --profile {shlex.quote(profile)}")
-
-
-def _check_name(name: str, folder: Path) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise UserError(f"NAME: expected letters, digits, '.', '_' and '-', got {name!r}")
     if name == "default":
         raise UserError("NAME default: Snakemake loads a profile of that name unasked; choose another")
-    existing = snakemake_finds(str(folder)) if folder.exists() else None
-    if existing is not None:
+    if folder.exists() and (existing := snakemake_finds(str(folder))) is not None:
         raise UserError(f"{existing}: exists; choose another NAME, or remove it")
-
-
-def _check_numbers(nodes: str, gpus: int | None) -> None:
     match = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", nodes or "1")
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise UserError(f"--nodes: expected a number such as 2 or a range such as 2-4, got {nodes!r}")
     if gpus is not None and gpus < 0:
         raise UserError(f"--gpus: expected a number of GPUs per node, 0 for none, got {gpus}")
+    site = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
+    file = folder / "config.yaml"
+    with atomic_path(file) as temporary:
+        temporary.write_text(render(site), encoding="utf-8")
+        written = read_profile(str(temporary))
+        # Snakemake reads what was meant; profiles/default may override it
+        assert written.over or (written.machine(), written.device()) == (site.machine, site.device), written
+    _print_choice(file, site)
+    source, profile = ("", name) if into == Path("profiles") else (f" --from {shlex.quote(str(into))}", str(folder))
+    print(f"next: cellmill profiles install{source}")
+    print(f"      cellmill preflight --profile {shlex.quote(profile)}")
 
 
-def _check_written(path: Path, values: ProfileValues) -> None:
-    """Assert that Snakemake reads from the file what was meant; profiles/default may override it."""
-    written = read_profile(str(path))
-    if written.over is None:
-        assert written.machine() == values.machine, (written.machine(), values.machine)
-        assert written.plan["device"] == values.device, written.plan
-
-
-def _print_choice(file: Path, values: ProfileValues) -> None:
-    machine, why = values.machine, values.why
+def _print_choice(file: Path, site: Site) -> None:
+    machine, why = site.machine, site.why
     gpus = machine.gpus_per_node or machine.gres
     processes = f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"
     memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
@@ -105,7 +90,7 @@ def _print_choice(file: Path, values: ProfileValues) -> None:
         f"            nodes {machine.nodes}, on each {f'GPUs {gpus}, ' if gpus else ''}{processes}, "
         f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
     )
-    print(f"  stages    partition {values.stages.partition}: {why['stages_partition']}")
-    print(f"  plan      device {values.device}{f': {reason}' if (reason := why['device']) else ''}")
+    print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")
+    print(f"  plan      device {site.device}{f': {reason}' if (reason := why['device']) else ''}")
     print(f"  account   {machine.slurm_account or 'none'}: {why['account']}")
-    print(f"  status    {values.status_command}: {why['status_command']}")
+    print(f"  status    {site.status_command}: {why['status_command']}")

@@ -36,7 +36,7 @@ def _bytes_of(path: str) -> int:
     return os.path.getsize(path)
 
 
-class Jobs:
+class JobFiles:
     """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule as it is."""
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:

@@ -3,21 +3,21 @@
 The template is the same for the profiles of this repository and those of `cellmill profiles new`.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from snakemake.cli import parse_set_resources
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.planner.devices import DEVICES, assumption, known_device, sizes_of
-from cellmill.preflight.checks import gpus_text
+from cellmill.preflight.checks import DECLARED, ON_A_GPU, gpus_text
+from cellmill.preflight.profile import assigned, evaluate
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440
@@ -160,9 +160,6 @@ def _contents(facts: SlurmFacts, partition: Partition) -> str:
 RETRIES = 2
 COMMENTS_AT = 28
 """Column of the comments, where the text before them is not longer."""
-_OF_SNAKEMAKE: dict[str, Any] = {
-    "wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "", "async_run": None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,21 +173,10 @@ class Place:
     """0 where SLURM does not manage memory: no job may request any."""
     cpus: int | None = None
 
-    def memory(self, megabytes: int, per: int | None = None) -> str:
-        """Memory that grows with each attempt and by 1 MB for each `per` MB of input, as Snakemake evaluates it."""
-        return _growing(megabytes, self.mem_mb, per)
-
-    def runtime(self, minutes: int, per: int | None = None) -> str:
-        """Time limit that grows with each attempt and by a minute for each `per` MB of input, in the same way."""
-        return _growing(minutes, self.limit_min, per)
-
-    def at_most(self, number: int, limit: int | None) -> int:
-        return number if limit is None else min(number, limit)
-
 
 @dataclass(frozen=True)
-class ProfileValues:
-    """Everything that differs between two profiles."""
+class Site:
+    """What a profile knows of its cluster, and the rules do not."""
 
     head: str
     """First comment."""
@@ -200,60 +186,88 @@ class ProfileValues:
     """Of plan."""
     stages: Place
     vectors: Place
-    """Of embed, embed_external, predict, evaluate and predict_changes, which use one GPU."""
-    vectors_gpu: Mapping[str, str | int]
-    """Their keys for it; comments if `vectors` has no partition."""
+    """Of the stages ON_A_GPU."""
+    gpu: Mapping[str, str | int]
+    """Resources of these stages; comments if `vectors` has no partition."""
     status_command: str
     why: Mapping[str, str] = field(default_factory=dict)
     """The reason of a value; it follows the general comment of its key."""
-    shipped: bool = False
-    """True for a profile of this repository, to be filled in."""
+
+    @property
+    def default_mem_mb(self) -> int:
+        """Enough for the two small snakemake processes in each job, some 600 MB."""
+        return min(4000, 4000 if self.stages.mem_mb is None else self.stages.mem_mb)
+
+    def threads(self) -> str:
+        """CPU cores of stages that can use more than their rules declare."""
+        known = [("preprocess", 2), ("shard", 4), ("shard_part", 4), *((stage, 8) for stage in ON_A_GPU)]
+        return _flow({stage: min(number, self.place(stage).cpus or number) for stage, number in known})
+
+    def place(self, stage: str) -> Place:
+        return self.vectors if stage in ON_A_GPU else self.stages
+
+    def resources(self) -> list[str]:
+        """Lines of set-resources, but for train and plan: GPUs, and requests that the partition limits."""
+        texts = {}
+        for stage, declared in DECLARED.items():
+            limits = {"mem_mb": self.place(stage).mem_mb, "runtime": self.place(stage).limit_min}
+            limited = {key: _limited(*declared[key], limit) for key, limit in limits.items() if limit is not None}
+            keys = dict(self.gpu if stage in ON_A_GPU else {}) | {
+                key: text for key, text in limited.items() if text is not None
+            }
+            if keys:
+                texts[stage] = _flow(keys)
+        first = {text: stage for stage, text in reversed(texts.items())}
+        shared = {text for text, number in Counter(texts.values()).items() if number > 1}
+        lines = []
+        for stage, text in texts.items():
+            anchor = f"&{stage} " if text in shared else ""
+            line = f"{stage}: {anchor}{text}" if first[text] == stage else f"{stage}: *{first[text]}"
+            lines.append(line if self.place(stage).partition else f"# {line}")
+        return lines
 
 
-def render(values: ProfileValues) -> str:
+def render(site: Site) -> str:
     """The profile's config.yaml."""
     loader = PackageLoader("cellmill", "preflight")
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
     def note(name: str, general: str = "") -> str:
-        said = "; ".join(filter(None, (general, values.why.get(name))))
+        said = "; ".join(filter(None, (general, site.why.get(name))))
         return f" # {said}" if said else ""
 
-    text = environment.get_template("profile_template.yaml").render(
-        vars(values), retries=RETRIES, note=note, key=_key, text=quoted
-    )
+    template = environment.get_template("profile_template.yaml")
+    text = template.render(site=site, machine=site.machine, retries=RETRIES, note=note, text=quoted)
     return "".join(f"{_aligned(line)}\n" for line in text.splitlines())
 
 
 def quoted(text: str) -> str:
     """`text` as YAML in which Snakemake reads a text: in both quotes if it could be Python, as `all` and 2-4 are."""
-    inner = text if _stays(text) else f"'{text}'"
+    inner = _inner(text)
     plain = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner) and yaml.safe_load(f"k: {inner}") == {"k": inner}
     return inner if plain else f'"{inner}"'
 
 
-def _stays(text: str) -> bool:
-    """True if Snakemake evaluates `text` to a text or number that prints the same."""
+def _inner(text: str) -> str:
+    """`text`, in quotes unless Snakemake evaluates it to a text or number that prints the same."""
     try:
-        resource = parse_set_resources([f"rule:text={text}"])["rule"]["text"]
-        return str(resource.evaluate(**_OF_SNAKEMAKE).value) == text
+        stays = str(evaluate(assigned(f"text={text}"))["text"]) == text
     except Exception:  # whatever the expression raises
-        return False
+        stays = False
+    return text if stays else f"'{text}'"
 
 
-def _growing(base: int, limit: int | None, per: int | None) -> str:
-    """`base` and a part of the input's size, times the attempt, which exceeds `limit` in no attempt."""
+def _flow(keys: Mapping[str, str | int]) -> str:
+    """A mapping in one line of YAML."""
+    return str(yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)).strip()
+
+
+def _limited(base: int, per: int | None, limit: int) -> str | int | None:
+    """What a rule declares, with at most `limit` in every attempt; None if it never exceeds the limit."""
+    if per is None and base * (1 + RETRIES) <= limit:
+        return None
     sized = base if per is None else f"int({base} + input.size_mb / {per})"
-    if limit is None or (per is None and base * (1 + RETRIES) <= limit):
-        return f"{sized} * attempt"
-    return str(limit) if limit <= base else f"min({sized} * attempt, {limit})"
-
-
-def _key(name: str, value: str | int, example: str) -> str:
-    """A line of the profile, commented if there is no value."""
-    if value == "":
-        return f"# {name}: {example}"
-    return f"{name}: {quoted(value) if isinstance(value, str) else value}"
+    return limit if limit <= base else f"min({sized} * attempt, {limit})"
 
 
 def _aligned(line: str) -> str:
@@ -282,7 +296,7 @@ class Reasoned:
     why: str = ""
 
 
-def choose_values(facts: SlurmFacts, request: Request, name: str) -> ProfileValues:
+def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     """Every value of the profile `name`. Raises UserError if SLURM has no such machine."""
     offer, chosen = choose_training(facts, request)
     partition, chosen_for_stages = choose_for_stages(facts, offer.partition)
@@ -302,19 +316,15 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> ProfileValu
         "device": device.why,
         "partition": chosen if request.partition else f"{chosen} (sinfo)",
         "qos": qos.why,
-        "vectors_qos": qos.why,
-        "vectors_gpu": "one GPU, in the plugin's terms",
-        "vectors_gres": "one GPU; this site supports only --gres",
-        "vectors_gpu_model": "the site's name of it (sinfo)",
-        "vectors_tasks_per_gpu": "otherwise the script runs once per GPU",
+        "gpu": "this site supports only --gres" if _gres_only(facts) else "gpu_model is the site's name of it (sinfo)",
     }
-    return ProfileValues(
+    return Site(
         head=_head(name, machine),
         machine=machine,
         device=device.value,
         stages=stages,
         vectors=vectors,
-        vectors_gpu=_vectors_gpu(facts, offer, qos.value),
+        gpu=_one_gpu(facts, offer, qos.value),
         status_command=status.value,
         why=why,
     )
@@ -420,18 +430,18 @@ def _place(facts: SlurmFacts, partition: Partition, nodes: list[Node], account: 
     )
 
 
-def _vectors_gpu(facts: SlurmFacts, offer: Offer, qos: str) -> dict[str, str | int]:
+def _one_gpu(facts: SlurmFacts, offer: Offer, qos: str) -> dict[str, str | int]:
     """Keys of a stage on one GPU."""
     if not offer.gpus:
         return {}
-    keys: dict[str, str | int] = {"slurm_partition": offer.partition.name}
+    keys: dict[str, str | int] = {"slurm_partition": _inner(offer.partition.name)}
     if qos:
-        keys["qos"] = qos
+        keys["qos"] = _inner(qos)
     kind = offer.kind if _GPU_MODEL.fullmatch(offer.kind) else ""
     if _gres_only(facts):
-        keys["gres"] = f"gpu:{kind}:1" if kind else "gpu:1"
+        keys["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
     else:
-        keys |= {"gpu": 1} | ({"gpu_model": kind} if kind else {})
+        keys |= {"gpu": 1} | ({"gpu_model": _inner(kind)} if kind else {})
     return keys | {"tasks_per_gpu": 0}
 
 

@@ -1,0 +1,71 @@
+"""Undocumented names of Snakemake still mean what workflow/rules/undocumented.smk says.
+
+`elsewhere` is held by test_a_training_on_the_login_node_is_refused, and what a command leaves of a profile by
+test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of_the_profile (test_line.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.workflow.conftest import REPOSITORY, Project
+from tests.workflow.test_modules import Outer
+
+pytestmark = pytest.mark.xdist_group("workflow")
+
+SEEN = """
+include: "%s/workflow/rules/undocumented.smk"
+
+
+configfile: "config/config.yaml"
+
+
+rule made:
+    output:
+        "made.txt",
+    params:
+        seen=lambda wildcards: f"{is_main} {elsewhere()} {executes()} {config_files} {machines.trains}",
+        known=f"{is_made('made.txt')} {is_made('other.txt')} {checkout}",
+    shell:
+        "echo seen {params.seen:q} {params.known:q} made | tee {output:q}"
+
+
+# known once it stands
+rule asked:
+    params:
+        known=f"{is_made('made.txt')} {is_made('other.txt')} {checkout}",
+    shell:
+        "echo {params.known:q}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["-n"], "True False False ['config/config.yaml'] True"),
+        ([], "True False True ['config/config.yaml'] True"),
+        (["-n", "--configfile", "other.yaml"], "True False False ['other.yaml', 'config/config.yaml'] True"),
+        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False ['other.yaml'] True"),
+    ],
+    ids=["dry", "run", "more", "replaced"],
+)
+def test_each_name_means_what_is_said_of_it(project: Project, words: list[str], seen: str) -> None:
+    (project.folder / "Snakefile").write_text(SEEN % REPOSITORY)
+    (project.folder / "other.yaml").write_text("{}")
+    shown = Outer(project.folder).snakemake("-p", *words, "--", "made.txt", "asked", profile=None)
+    assert shown.returncode == 0, shown.stdout
+    assert f"echo seen {seen!r}".replace('"', "'") in shown.stdout.replace("'\"'\"'", "'").replace('"', "'")
+    assert f"echo 'True False {REPOSITORY}'" in shown.stdout
+
+
+def test_nothing_else_is_taken_from_snakemake() -> None:
+    files = [
+        REPOSITORY / "Snakefile",
+        *(REPOSITORY / "workflow").rglob("Snakefile"),
+        *REPOSITORY.glob("workflow/*/*.smk"),
+    ]
+    for path in files:
+        found = re.findall(r"workflow\.\w+|sys\.argv|sys\.exit|warnings\.|os\.environ", path.read_text())
+        assert not found or path.name == "undocumented.smk", f"{path}: {found}"
