@@ -63,7 +63,13 @@ class Offer:
 def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     """The best offer and the reason. Raises UserError if there is no such partition, or not as much of it."""
     if request.partition:
-        among = [_named(facts, request.partition)]
+        partition = facts.partitions.get(request.partition)
+        if partition is None:
+            known = ", ".join(sorted(facts.partitions))
+            raise UserError(f"--partition {request.partition}: there is none; expected one of {known}")
+        if partition.state != "up":
+            raise UserError(f"--partition {partition.name}: it is {partition.state}; expected one that is up")
+        among = [partition]
     else:
         among = facts.usable()
     offers = [offer for partition in among for offer in _offers(facts, partition, request)]
@@ -99,15 +105,6 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition
     return best, f"the default, {reason}" if best.default else reason
 
 
-def _named(facts: SlurmFacts, name: str) -> Partition:
-    partition = facts.partitions.get(name)
-    if partition is None:
-        raise UserError(f"--partition {name}: there is none; expected one of {', '.join(sorted(facts.partitions))}")
-    if partition.state != "up":
-        raise UserError(f"--partition {name}: it is {partition.state}; expected one that is up")
-    return partition
-
-
 def _offers(facts: SlurmFacts, partition: Partition, request: Request) -> Iterator[Offer]:
     """At most one offer for each type of GPU: as many on each node as enough nodes have."""
     nodes, number = partition.up, request.most_nodes
@@ -133,15 +130,10 @@ def _merits(offer: Offer) -> dict[str, int]:
         "most GPUs per node": offer.gpus,
         "without GPUs": int(not any(node.gpus for node in offer.nodes)),
         "the default": int(offer.partition.default),
-        "fastest GPUs": int(_speed(offer.kind)),
+        "fastest GPUs": int(DEVICES[known_device(offer.kind) or "cpu"].bf16_flops or 0),  # 0 for an unknown type
         "longest time limit": _limit(offer.partition),
         "most nodes": len(offer.nodes),
     }
-
-
-def _speed(kind: str) -> float:
-    """FLOP/s of a type of GPU; 0 for one that the planner does not know."""
-    return DEVICES[known_device(kind) or "cpu"].bf16_flops or 0
 
 
 def _limit(partition: Partition) -> int:
@@ -285,131 +277,109 @@ ASSUMED = "a100"
 _GPU_MODEL = re.compile(r"[A-Za-z0-9_.]+")  # what the plugin accepts
 
 
-Reasons = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Reasoned:
-    """A value and where it is from."""
-
-    value: str
-    why: str = ""
+Reasoned = tuple[str, str]
+"""A value and where it is from."""
 
 
 def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     """Every value of the profile `name`. Raises UserError if SLURM has no such machine."""
     offer, chosen = choose_training(facts, request)
     partition, chosen_for_stages = choose_for_stages(facts, offer.partition)
-    account = _account(facts, request, offer.partition)
-    qos = Reasoned(request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account.value)
-    stages_qos = qos if partition.name == offer.partition.name else _qos(facts, partition, account.value)
-    stages = _place(facts, partition, partition.up, account.value, stages_qos.value)
-    vectors = _place(facts, offer.partition, offer.nodes, account.value, qos.value) if offer.gpus else stages
-    status, device = _status_command(facts), _device(offer)
-    machine, why = _machine(facts, request, offer, account.value, qos.value)
-    why |= {
-        "status_command": status.why,
-        "stages_partition": f"{chosen_for_stages} (sinfo)",
-        "account": account.why,
-        "stages_qos": stages_qos.why,
-        "growth": _growth(stages, vectors),
-        "device": device.why,
-        "partition": chosen if request.partition else f"{chosen} (sinfo)",
-        "qos": qos.why,
-        "gpu": "this site supports only --gres" if _gres_only(facts) else "gpu_model is the site's name of it (sinfo)",
-    }
+    account, account_why = _account(facts, request, offer.partition)
+    qos, qos_why = (request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account)
+    same = partition.name == offer.partition.name
+    stages_qos, stages_qos_why = (qos, qos_why) if same else _qos(facts, partition, account)
+    stages = _place(facts, partition, partition.up, account, stages_qos)
+    vectors = _place(facts, offer.partition, offer.nodes, account, qos) if offer.gpus else stages
+    (status, status_why), (device, device_why) = _status_command(facts), _device(offer)
+    machine, why = _machine(facts, request, offer, account, qos)
+    limits = [
+        f"at most {'any time' if place.limit_min is None else f'{place.limit_min} min'}"
+        f"{f' and {place.mem_mb} MB' if place.mem_mb else ''} in partition {place.partition}"
+        for place in dict.fromkeys((stages, vectors))
+    ]
+    gpus = machine.gpus_per_node or machine.gres
     return Site(
-        head=_head(name, machine),
+        head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
+        f"`cellmill profiles new {name}`\n# from the answers of sinfo, scontrol and sacctmgr, named in brackets. "
+        f"`cellmill preflight --profile {name}` checks it.",
         machine=machine,
-        device=device.value,
+        device=device,
         stages=stages,
         vectors=vectors,
-        gpu=_one_gpu(facts, offer, qos.value),
-        status_command=status.value,
-        why=why,
+        gpu=_one_gpu(facts, offer, qos),
+        status_command=status,
+        why=why
+        | {
+            "status_command": status_why,
+            "stages_partition": f"{chosen_for_stages} (sinfo)",
+            "account": account_why,
+            "stages_qos": stages_qos_why,
+            "growth": "; ".join(limits),
+            "device": device_why,
+            "partition": chosen if request.partition else f"{chosen} (sinfo)",
+            "qos": qos_why,
+            "gpu": "this site supports only --gres"
+            if _gres_only(facts)
+            else "gpu_model is the site's name of it (sinfo)",
+        },
     )
 
 
-def _head(name: str, machine: Machine) -> str:
-    gpus = machine.gpus_per_node or machine.gres
-    gpus = f" with GPUs {gpus}" if gpus else ""
-    return (
-        f"# Nodes of partition {machine.slurm_partition}{gpus}, written by `cellmill profiles new {name}`\n"
-        "# from the answers of sinfo, scontrol and sacctmgr, named in brackets. "
-        f"`cellmill preflight --profile {name}` checks it."
-    )
-
-
-def _machine(facts: SlurmFacts, request: Request, offer: Offer, account: str, qos: str) -> tuple[Machine, Reasons]:
+def _machine(
+    facts: SlurmFacts, request: Request, offer: Offer, account: str, qos: str
+) -> tuple[Machine, dict[str, str]]:
     """The machine of train and the reasons of its values."""
-    limit, source = facts.limit(offer.partition, account, qos)
+    partition = offer.partition
+    limit, source = facts.limit(partition, account, qos)
     runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
-    cpus, memory = _cpus(facts, offer), _memory(facts, offer)
+    shares = [offer.gpus / node.gpus_of("") if offer.gpus else 1.0 for node in offer.nodes]
+    whole = all(share == 1 for share in shares)
+    cpus = min(partition.cpus(node) * share for node, share in zip(offer.nodes, shares))
+    memory, memory_why = _memory(offer, shares)
     per_node = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
     gres_only = _gres_only(facts)
     options = {
         "launcher": "slurm",
         "nodes": request.nodes or "1",
         "nproc_per_node": offer.gpus or 1,
-        "slurm_partition": offer.partition.name,
+        "slurm_partition": partition.name,
         "slurm_account": account,
         "qos": qos,
         "gpus_per_node": per_node if offer.gpus and not gres_only else "",
         "gres": f"gpu:{per_node}" if offer.gpus and gres_only else "",
         "runtime": runtime,
-        "mem_mb": int(memory.value),
-        "cpus_per_task": int(cpus.value),
+        "mem_mb": memory,
+        "cpus_per_task": max(1, int(cpus)),
         "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
     }
-    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
+    machine: Machine = check_options(Machine, options, f"partition {partition.name}")
+    counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
+    if limit is None:
+        runtime_why = f"a day; there is no limit of {source}"
+    else:
+        runtime_why = f"{'limit' if limit <= DAY_MIN else f'a day, below the limit of {limit} min'} of {source}"
     return machine, {
         "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
-        "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}{_gpus_there(offer)} (sinfo)"
-        + (f"; {gres_only} supports only --gres (scontrol)" if gres_only else ""),
-        "runtime": _limit_text(limit, source),
-        "mem_mb": memory.why,
-        "cpus": cpus.why,
+        "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}of {' or '.join(map(str, counts))} on a "
+        f"node (sinfo){f'; {gres_only} supports only --gres (scontrol)' if gres_only else ''}",
+        "runtime": runtime_why,
+        "mem_mb": memory_why,
+        "cpus": f"{'all' if whole else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)",
     }
 
 
-def _limit_text(limit: int | None, source: str) -> str:
-    if limit is None:
-        return f"a day; there is no limit of {source}"
-    return f"{'limit' if limit <= DAY_MIN else f'a day, below the limit of {limit} min'} of {source}"
-
-
-def _gpus_there(offer: Offer) -> str:
-    counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
-    return f"of {' or '.join(map(str, counts))} on a node"
-
-
-def _cpus(facts: SlurmFacts, offer: Offer) -> Reasoned:
-    """The smallest node's CPUs, or the share of them that goes with the GPUs."""
-    shares = [offer.partition.cpus(node) * _gpus_frac(offer, node) for node in offer.nodes]
-    why = f"{'all' if _is_whole(offer) else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)"
-    return Reasoned(str(max(1, int(min(shares)))), why)
-
-
-def _memory(facts: SlurmFacts, offer: Offer) -> Reasoned:
+def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:
     """All memory of a node, or the share of the smallest that goes with the GPUs."""
     usable = [offer.partition.memory_mb(node) for node in offer.nodes]
     if not all(usable):
-        return Reasoned("0", "SLURM does not manage memory here (sinfo)")
-    if not _is_whole(offer):
-        least = min(megabytes * _gpus_frac(offer, node) for megabytes, node in zip(usable, offer.nodes))
-        return Reasoned(str(int(least)), "per node: the share of its GPUs, of the smallest node (sinfo)")
+        return 0, "SLURM does not manage memory here (sinfo)"
+    if any(share != 1 for share in shares):
+        least = min(megabytes * share for megabytes, share in zip(usable, shares))
+        return int(least), "per node: the share of its GPUs, of the smallest node (sinfo)"
     if any(megabytes < node.memory_mb for megabytes, node in zip(usable, offer.nodes)):
-        return Reasoned(str(min(usable)), f"limit of partition {offer.partition.name} per node (scontrol)")
-    return Reasoned("0", f"all of a node's memory, {min(usable)} MB or more (sinfo)")
-
-
-def _gpus_frac(offer: Offer, node: Node) -> float:
-    return offer.gpus / node.gpus_of("") if offer.gpus else 1.0
-
-
-def _is_whole(offer: Offer) -> bool:
-    """True if the job gets all GPUs of every node that it may run on."""
-    return all(_gpus_frac(offer, node) == 1 for node in offer.nodes)
+        return min(usable), f"limit of partition {offer.partition.name} per node (scontrol)"
+    return 0, f"all of a node's memory, {min(usable)} MB or more (sinfo)"
 
 
 def _gres_only(facts: SlurmFacts) -> str:
@@ -445,56 +415,41 @@ def _one_gpu(facts: SlurmFacts, offer: Offer, qos: str) -> dict[str, str | int]:
     return keys | {"tasks_per_gpu": 0}
 
 
-def _growth(stages: Place, vectors: Place) -> str:
-    """The limits that the stages' memory and time stay within."""
-    return "; ".join(
-        f"at most {'any time' if place.limit_min is None else f'{place.limit_min} min'}"
-        f"{f' and {place.mem_mb} MB' if place.mem_mb else ''} in partition {place.partition}"
-        for place in dict.fromkeys((stages, vectors))
-    )
-
-
 def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned:
     if request.account:
-        return Reasoned(request.account, "--account")
+        return request.account, "--account"
     if not facts.accounts:
-        return Reasoned("", "not needed: sacctmgr knows none of yours")
+        return "", "not needed: sacctmgr knows none of yours"
     accepted = partition.accounts
     mine = sorted(name for name in facts.accounts if accepted is None or name in accepted)
     if facts.default_account in mine:
-        return Reasoned(facts.default_account, "your default account (sacctmgr)")
+        return facts.default_account, "your default account (sacctmgr)"
     if len(mine) == 1:
         of_several = f" that partition {partition.name} accepts" if len(facts.accounts) > 1 else ""
-        return Reasoned(mine[0], f"your only account{of_several} (sacctmgr)")
-    return Reasoned("", f"one of {', '.join(mine or sorted(facts.accounts))} (sacctmgr); --account chooses it")
+        return mine[0], f"your only account{of_several} (sacctmgr)"
+    return "", f"one of {', '.join(mine or sorted(facts.accounts))} (sacctmgr); --account chooses it"
 
 
 def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned:
     """A QOS of this user, if the partition does not accept every one."""
-    accepted = partition.qos
-    mine = facts.qos_of(account)
-    both = sorted(mine & accepted, key=lambda name: (name != "normal", name)) if accepted is not None else []
-    return (
-        Reasoned(both[0], f"one of yours that partition {partition.name} accepts (scontrol)") if both else Reasoned("")
-    )
+    both = sorted(facts.qos_of(account) & (partition.qos or set()), key=lambda name: (name != "normal", name))
+    return (both[0], f"one of yours that partition {partition.name} accepts (scontrol)") if both else ("", "")
 
 
 def _status_command(facts: SlurmFacts) -> Reasoned:
     if not facts.no_accounting:
-        return Reasoned("sacct", "it answers, also while the controller does not")
+        return "sacct", "it answers, also while the controller does not"
     text = facts.configuration.get("MinJobAge", "unknown")
     age = re.match(r"\d+", text)
-    if age is not None and int(age[0]) < LEAST_JOB_AGE_S:
-        said = f"; MinJobAge is {text} (scontrol), so squeue may forget a job before its end was seen: have it raised"
-    else:
-        said = f"; MinJobAge is {text} (scontrol)"
-    return Reasoned("squeue", f"no accounting ({facts.no_accounting}){said}")
+    early = ", so squeue may forget a job before its end was seen: have it raised"
+    advice = early if age is not None and int(age[0]) < LEAST_JOB_AGE_S else ""
+    return "squeue", f"no accounting ({facts.no_accounting}); MinJobAge is {text} (scontrol){advice}"
 
 
 def _device(offer: Offer) -> Reasoned:
     """The planner's device for the type of the GPUs, or for a feature of their nodes where the type has no name."""
     if not offer.gpus:
-        return Reasoned("cpu")
+        return "cpu", ""
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
     for name, source in ((offer.kind, "type"), *((feature, "feature") for feature in features)):
         if known := known_device(name):
@@ -505,8 +460,8 @@ def _device(offer: Offer) -> Reasoned:
             sized.pop(known, None)
             if len(sized) == 1 and not offer.sliced:
                 ((known, more),) = sized.items()
-                return Reasoned(known, f"{source} {name}{more} of the nodes (sinfo)")
+                return known, f"{source} {name}{more} of the nodes (sinfo)"
             assumed = "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
-            return Reasoned(known, f"{source} {name} of the nodes (sinfo){slice_}{assumed}")
+            return known, f"{source} {name} of the nodes (sinfo){slice_}{assumed}"
     called = f"GPU type {offer.kind} (sinfo)" if offer.kind else "GPUs without a type (sinfo)"
-    return Reasoned(ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}")
+    return ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}"
