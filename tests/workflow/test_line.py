@@ -334,57 +334,46 @@ def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> Non
     assert names == {*FILES["preprocess"], *FILES["vocabulary"]}
 
 
-def last_lines(text: str) -> list[str]:
-    """Lines of cellmill, without those of Snakemake."""
-    return [
-        line for line in text.splitlines() if not line.startswith(("Using profile", "Config file", "Using workflow"))
-    ]
+def refusal(project: Project, *words: str, profile: str | None = "profiles/local") -> str:
+    """What cellmill says, without lines of Snakemake, where a command is refused."""
+    refused = project.snakemake(*words, profile=profile)
+    assert refused.returncode == 1
+    own = ("Using profile", "Config file", "Using workflow")
+    return "\n".join(line for line in refused.stdout.splitlines() if not line.startswith(own))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
+    ("words", "message"),
     [
         (
-            "{shard_size: 3}",
+            ["--config", "parallel={shard_size: 3}"],
             "run tiny: parallel.shard_size 3 does not divide 2 processes; use 2, or change",
         ),
         (
-            "{pp: 2}",
+            ["--config", "parallel={pp: 2}"],
             "config/config.yaml: runs.tiny: parallel.pp 2 with schedule 1F1B has 2 pipeline stages for model.layers 1",
         ),
-    ],
-)
-def test_an_impossible_layout_is_refused_by_a_dry_run_with_the_nearest_possible(
-    project: Project, parallel: str, message: str
-) -> None:
-    refused = project.snakemake("--dry-run", "--config", f"parallel={parallel}")
-    assert refused.returncode == 1
-    assert refused.stdout.splitlines()[-1].startswith(f"cellmill: {message}")
-    assert "Traceback" not in refused.stdout
-
-
-@pytest.mark.parametrize(
-    ("resource", "message"),
-    [
         (
-            "train:nproc_per_node=3",
+            ["--set-resources", "train:nproc_per_node=3"],
             "run tiny: stream.lanes 4 is not a multiple of 3 processes; set 2 in the profile",
         ),
         (
-            "train:nproc_per_node=0",
+            ["--set-resources", "train:nproc_per_node=0"],
             "run tiny: the profile's set-resources: nproc_per_node: input should be greater than ",
         ),
         (
-            "plan:nodes=2-4",
+            ["--set-resources", "plan:nodes=2-4"],
             "run tiny: the profile's set-resources: nodes: expected a number such as 2 or a range such as 1-2, ",
         ),
     ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
 )
-def test_impossible_processes_are_refused_by_a_dry_run(project: Project, resource: str, message: str) -> None:
-    refused = project.snakemake("--dry-run", "--set-resources", resource)
-    assert refused.returncode == 1
-    assert refused.stdout.splitlines()[-1].startswith(f"cellmill: {message}")
-    assert "Traceback" not in refused.stdout
+def test_an_impossible_layout_is_refused_by_a_dry_run_with_the_nearest_possible(
+    project: Project, words: list[str], message: str
+) -> None:
+    said = refusal(project, "--dry-run", *words)
+    assert said.splitlines()[-1].startswith(f"cellmill: {message}")
+    assert "Traceback" not in said
 
 
 @pytest.mark.full
@@ -424,25 +413,22 @@ def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of
 
 
 def test_a_training_on_the_login_node_is_refused(project: Project) -> None:
-    refused = project.snakemake("--executor", "slurm", "--jobs", "1", profile=None)
-    assert refused.returncode == 1
-    assert refused.stdout.splitlines()[-1] == (
+    said = refusal(project, "--executor", "slurm", "--jobs", "1", profile=None)
+    assert said.splitlines()[-1] == (
         "cellmill: launcher local would train on this machine, although stages are jobs elsewhere (executor); set "
         "set-resources: train: launcher: slurm in the profile, or leave the executor out"
     )
 
 
 def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Project) -> None:
-    (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
-    refused = project.snakemake("--dry-run")
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout) == ["cellmill: config/datasets.tsv: unknown column 'pth'; did you mean 'path'?"]
-    refused = project.snakemake("--dry-run", "--config", "trian={lr: 1}")
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: unknown key 'trian'; did you mean 'train'?"]
     (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
-    refused = project.snakemake("--dry-run", "--configfile", "other.yaml", "--replace-workflow-config")
-    assert last_lines(refused.stdout) == ["cellmill: other.yaml: unknown key 'trian'; did you mean 'train'?"]
+    other = ["--configfile", "other.yaml", "--replace-workflow-config"]
+    for source, words in (("config/config.yaml", ["--config", "trian={lr: 1}"]), ("other.yaml", other)):
+        said = refusal(project, "--dry-run", *words)
+        assert said == f"cellmill: {source}: unknown key 'trian'; did you mean 'train'?"
+    (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
+    said = refusal(project, "--dry-run")
+    assert said == "cellmill: config/datasets.tsv: unknown column 'pth'; did you mean 'path'?"
 
 
 def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Project) -> None:
@@ -451,9 +437,8 @@ def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Pro
     vocabulary.parent.mkdir(parents=True)
     vocabulary.touch()
     project.write_config(vocabulary={"genes": "nope.txt"})
-    refused = project.snakemake("--dry-run", str(vocabulary.relative_to(project.folder)))
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout) == ["cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"]
+    said = refusal(project, "--dry-run", str(vocabulary.relative_to(project.folder)))
+    assert said == "cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"
 
 
 def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:
@@ -475,47 +460,41 @@ def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_
     table.write_text(header + row.format(kind, 8))
     assert project.jobs(cells) == {"preprocess": 1}
     table.write_text(header + row.replace("batch !=", "bach !=").format(kind, 7))
-    refused = project.snakemake("--dry-run")
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout) == [
+    assert refusal(project, "--dry-run") == (
         "cellmill: config/datasets.tsv: dataset sim: data/sim.h5ad has no obs column 'bach' (filter); did you mean "
         "'batch'?"
-    ]
+    )
     (project.folder / "config" / "config.yaml").open("a").write("train: {}\n")
-    refused = project.snakemake("--dry-run")
-    assert "config.yaml: line" in refused.stdout
-    assert "key 'train' is there twice; remove one" in refused.stdout
+    said = refusal(project, "--dry-run")
+    assert "config.yaml: line" in said
+    assert "key 'train' is there twice; remove one" in said
 
 
 def test_what_snakemake_s_own_reader_of_yaml_cannot_take_is_one_line(project: Project) -> None:
     config = project.folder / "config" / "config.yaml"
     text = config.read_text()
     config.write_text(f"{text}\ntokens: {'[' * 10_000}\n")
-    refused = project.snakemake("--dry-run")
-    assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: not valid YAML: nested too deeply"]
+    assert refusal(project, "--dry-run") == "cellmill: config/config.yaml: not valid YAML: nested too deeply"
     config.unlink()
     os.mkfifo(config)
-    refused = project.snakemake("--dry-run")
-    assert last_lines(refused.stdout) == ["cellmill: config/config.yaml: expected a file, got a FIFO"]
+    assert refusal(project, "--dry-run") == "cellmill: config/config.yaml: expected a file, got a FIFO"
     config.unlink()
     config.write_text(text)
     (project.folder / "results").mkdir(exist_ok=True)
     (project.folder / "results" / "options").write_text("in the place of the folder, as on a read-only disk")
-    refused = project.snakemake()
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout)[-1] == (
-        "cellmill: results/options/report: Not a directory; the workflow writes to its working directory"
-    )
+    said = refusal(project)
+    remedy = "the workflow writes to its working directory"
+    assert said.splitlines()[-1] == f"cellmill: results/options/report: Not a directory; {remedy}"
 
 
 def test_a_missing_dataset_is_named(project: Project) -> None:
     (project.folder / "data" / "sim.h5ad").unlink()
-    refused = project.snakemake()
-    assert refused.returncode == 1
-    assert last_lines(refused.stdout) == [
+    table = project.folder / "config" / "datasets.tsv"
+    table.write_text("dataset\tpath\tlabel\nsim\tdata/sim.h5ad\tcell_type\n")
+    assert refusal(project) == (
         "cellmill: config/datasets.tsv: dataset sim: data/sim.h5ad: no such file; correct the path, or put the file "
         "there"
-    ]
+    )
 
 
 def test_a_failing_stage_prints_its_error_to_terminal_and_log_and_leaves_no_output(
