@@ -67,7 +67,7 @@ def write_profile(folder: Path, rig: Rig) -> None:
     }
     resources = profile["set-resources"]
     for stage in ("preprocess", "shard", "embed", "evaluate"):
-        resources[stage] |= {"mem_mb": 1500, "runtime": 10}
+        resources[stage] = {"mem_mb": 1500, "runtime": 10}
     resources["plan"] |= {"nodes": "2", "nproc_per_node": 2, "device": "cpu"}
     resources["train"] |= {
         "nodes": "2",
