@@ -17,14 +17,14 @@ from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_buckets
-from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.task import read_gene_statistics
-from cellmill.models.batch import EncoderBatch, padded, to_tensors
+from cellmill.models.batch import EncoderBatch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.objective import GeneStatistics
 from cellmill.planner.size import measure
-from tests.models import KEYS, initialized, random_cells
+from tests.models import KEYS, check_padding_and_no_cells, initialized, random_cells
 from tests.unit.small_corpus import write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
@@ -115,19 +115,8 @@ def test_the_loss_of_a_token_has_no_gradient_to_it_or_later_ones(target: int) ->
 
 @TOKENIZERS
 def test_padding_and_dropout_change_with_no_layout(tokenizer: str) -> None:
-    model, batch = model_of(tokenizer, dropout=0.2).train(), batch_of(tokenizer)
-    longer = model.prepare(padded(batch, 500), **KEYS)  # cells of padding are longer than max_tokens
-    assert sum(longer.lengths) == 500
-    torch.testing.assert_close(model(longer), model(model.prepare(batch, **KEYS)), rtol=1e-5, atol=1e-5)
-
-
-def test_no_cells_give_no_loss_and_zero_gradients() -> None:
-    model = model_of()
-    prepared = model.prepare(to_tensors(empty_batch(np.dtype(np.float32))), **KEYS)
-    loss = model(prepared)
-    loss.backward()
-    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    # cells of padding are longer than max_tokens
+    check_padding_and_no_cells(model_of(tokenizer, dropout=0.2).train(), batch_of(tokenizer), 500)
 
 
 def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:

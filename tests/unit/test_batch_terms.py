@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objective import Columns
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import write_tensors
 from cellmill.planner.inputs import check_levels
 from cellmill.train.validation import EmbeddingMonitor
-from tests.models import config_json, genes_of, initialized, prepare, random_cells, spec
+from tests.models import check_padding_and_no_cells, config_json, genes_of, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "batch": ("x", "y", "z")}
@@ -111,15 +111,7 @@ def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str)
 
 @EVERY_FAMILY
 def test_neither_padding_nor_an_empty_batch_counts(family: str) -> None:
-    model = _randomized(_model(family, batch_adversary=0.5))
-    batch = to_tensors(_cells())
-    torch.testing.assert_close(model(prepare(model, batch, 300)), model(prepare(model, batch)), rtol=1e-5, atol=1e-5)
-    loss = model(
-        prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 2), np.int32))))
-    )
-    loss.backward()
-    assert loss.item() == 0
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    check_padding_and_no_cells(_randomized(_model(family, batch_adversary=0.5)), to_tensors(_cells()))
 
 
 def test_first_weights_of_a_batch_are_those_of_its_name(tmp_path: Path) -> None:

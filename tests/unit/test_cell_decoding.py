@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
 from cellmill.parallel.likelihoods import profile_loss
-from tests.models import KEYS, initialized, prepare, random_cells, spec
+from tests.models import KEYS, check_embeddings, check_padding_and_no_cells, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -109,33 +109,13 @@ def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
 
 
 @EVERY_FAMILY
-def test_padding_changes_no_loss(family: str) -> None:
-    model, batch = _model(family, dropout=0.2).train(), to_tensors(_cells())
-    plain, longer = prepare(model, batch), prepare(model, batch, 300)
-    assert sum(longer.lengths) == 300
-    torch.testing.assert_close(model(longer), model(plain), rtol=1e-5, atol=1e-5)
-
-
-@EVERY_FAMILY
-def test_no_cells_give_no_loss_and_zero_gradients(family: str) -> None:
-    model = _model(family)
-    prepared = prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
-    loss = model(prepared)
-    loss.backward()
-    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+def test_padding_changes_no_loss_and_no_cells_have_none(family: str) -> None:
+    check_padding_and_no_cells(_model(family, dropout=0.2).train(), to_tensors(_cells()))
 
 
 @EVERY_FAMILY
 def test_an_embedding_depends_on_neither_gene_order_nor_other_cells(family: str) -> None:
-    model, batch = _model(family).eval(), to_tensors(_cells())
-    with torch.no_grad():
-        expected = model.embed(batch)
-        order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
-        shuffled = replace(batch, genes=batch.genes[order], values=batch.values[order])
-        torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-5)
-        alone = replace(to_tensors(_cells((20,))), genes=batch.genes[:20], values=batch.values[:20])
-        torch.testing.assert_close(model.embed(alone), expected[:1], rtol=1e-5, atol=1e-5)
+    assert len(check_embeddings(_model(family), to_tensors(_cells()))) == 6
 
 
 def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:

@@ -12,11 +12,11 @@ import torch
 from cellmill.config.checks import check_together
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.cell_encoder import CovariatePrefix
-from tests.models import initialized, prepare, random_cells, spec
+from tests.models import check_padding_and_no_cells, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z"), "tissue": ("l", "m")}
@@ -97,9 +97,7 @@ def test_no_objective_masks_them_and_padding_changes_no_loss(objective: str) -> 
         shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
         torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
         assert len(plain.genes) == int((~prefix).sum())
-    torch.testing.assert_close(model(prepare(model, batch, 320)), model(prepared), rtol=1e-5, atol=1e-5)
-    none = to_tensors(empty_batch(np.dtype(np.float32), counted=True, levels=np.empty((0, 3), np.int32)))
-    assert model(prepare(model, none)).item() == 0
+    check_padding_and_no_cells(model, batch, 320)
 
 
 def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:

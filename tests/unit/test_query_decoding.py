@@ -12,14 +12,14 @@ import torch
 from cellmill.config.load import check_config
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, empty_batch, split_batch
+from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.planner.size import measure
-from tests.models import KEYS, initialized, prepare, random_cells, spec
+from tests.models import KEYS, check_padding_and_no_cells, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -149,13 +149,7 @@ def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
 
 @EVERY_FAMILY
 def test_padding_changes_no_loss_and_no_cells_give_zero_gradients(family: str) -> None:
-    model, batch = _model(family).train(), to_tensors(_cells())
-    torch.testing.assert_close(model(prepare(model, batch, 300)), model(prepare(model, batch)), rtol=1e-5, atol=1e-5)
-    prepared = prepare(model, to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
-    loss = model(prepared)
-    loss.backward()
-    assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    check_padding_and_no_cells(_model(family).train(), to_tensors(_cells()))
 
 
 def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:

@@ -115,33 +115,17 @@ def attention(
     lengths: list[int],
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attend from each token to all tokens of its cell.
+    """(T, h, d) each -> (T, h, d): attend from each token to all tokens of its cell, if `causal` to itself and earlier.
 
-    Parameters
-    ----------
-    q, k, v
-        (T, h, d).
-    cu_seqlens, lengths
-        Cell boundaries and lengths, as in `Batch`.
-    causal
-        Attend only to the token itself and to earlier tokens of the cell.
-
-    Returns
-    -------
-    (T, h, d), the dtype of `q`.
+    `cu_seqlens` and `lengths` are those of the `Batch`.
     """
     if not lengths:
         return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
-    if _use_varlen(q):
+    suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if suits and _has_flash(q.device):
         longest, window = max(lengths), (-1, 0 if causal else -1)
         return cast(torch.Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window))
     return _by_length(q, k, v, lengths, causal)
-
-
-def _use_varlen(q: torch.Tensor) -> bool:
-    """Check the requirements of flash attention."""
-    suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return suits and _has_flash(q.device)
 
 
 @cache

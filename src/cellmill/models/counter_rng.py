@@ -31,10 +31,7 @@ def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
     """Apply dropout to `x` (tokens, width) with probability `p`; the mask depends on (state, column).
 
-    Parameters
-    ----------
-    states
-        (tokens,) int64 from `keyed_state` of the token and the layer, so that no two layers share a mask.
+    `states`, (tokens,) int64, are `keyed_state`s of the token and the layer: no two layers share a mask.
     """
     columns = torch.arange(x.shape[1], device=x.device)
     kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)

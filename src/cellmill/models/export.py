@@ -191,20 +191,20 @@ def initial_tensors(
             continue
         part = own_part(empty)
         theirs = None if source is None else source.rows(name, empty, part)
-        if source is None or theirs is None or (theirs < 0).any():
+        if source is not None and theirs is not None and (theirs >= 0).all():
+            yield name, source.read(name, theirs, part, empty.dtype)
+            continue
+        if name in given:
+            own = given[name][part].to(empty.dtype, copy=True)
+        else:
             # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
             generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
-            if name in given:
-                own = given[name][part].to(empty.dtype, copy=True)
-            else:
-                own = model.initial_part(name, empty, part, generator)
-            if source is not None and theirs is not None:
-                if name in new_genes:
-                    own[theirs < 0] = new_genes[name][part[1:]].to(empty.dtype)
-                own[theirs >= 0] = source.read(name, theirs[theirs >= 0], part, empty.dtype)
-            yield name, own
-        else:
-            yield name, source.read(name, theirs, part, empty.dtype)
+            own = model.initial_part(name, empty, part, generator)
+        if source is not None and theirs is not None:
+            if name in new_genes:
+                own[theirs < 0] = new_genes[name][part[1:]].to(empty.dtype)
+            own[theirs >= 0] = source.read(name, theirs[theirs >= 0], part, empty.dtype)
+        yield name, own
 
 
 def mean_gene_row(weights: Path, name: str) -> torch.Tensor:

@@ -12,14 +12,9 @@ import numpy as np
 
 
 class LaneLengths:
-    """Lengths of the cells of some lanes in stream order.
+    """Lengths of the cells of some lanes in stream order, from the lengths of each lane's windows, `(cells,)` each.
 
-    Parameters
-    ----------
-    windows
-        For each lane, the lengths of its windows, `(cells,)` each.
-    skipped
-        Number of cells of its first window that each lane does not take.
+    `skipped` are the cells of its first window that each lane does not take.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:

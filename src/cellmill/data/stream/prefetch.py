@@ -33,18 +33,12 @@ class WindowCells:
     genes: np.ndarray
     counts: np.ndarray | None
 
-    def of_step(self, step: int) -> WindowCells:
-        return self._part(self.steps, step)
-
-    def of_lane(self, lane: int) -> WindowCells:
-        """Cells of a lane, of a part that is of one step."""
-        return self._part(self.lanes, lane)
-
     def of_cells(self) -> tuple[np.ndarray, ...]:
         """The arrays with one entry a cell."""
         return self.steps, self.lanes, self.cells, self.lengths
 
-    def _part(self, ascending: np.ndarray, value: int) -> WindowCells:
+    def part(self, ascending: np.ndarray, value: int) -> WindowCells:
+        """Cells whose `steps`, or in a part of one step whose `lanes`, have a value."""
         start, stop = ascending.searchsorted(np.array([value, value + 1])).tolist()
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
@@ -213,7 +207,7 @@ class Prefetch:
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
-        pieces = [part.of_lane(lane) for lane in self._own for part in parts]
+        pieces = [part.part(part.lanes, lane) for lane in self._own for part in parts]
         of_cells = (np.concatenate([_NONE, *arrays]) for arrays in zip(*(p.of_cells() for p in pieces)))
         steps, lanes, cells, lengths = of_cells if pieces else [_NONE] * 4
         starts = np.concatenate([[0], np.cumsum(np.concatenate([_NONE, *(np.diff(p.starts) for p in pieces)]))])
@@ -314,7 +308,7 @@ class _ReadAhead:
                 started = self._start()
                 assert started, f"{n} cells of step {step} are in no window"
             window, tasks, _, _ = self._started[at]
-            part = window.of_step(step)
+            part = window.part(window.steps, step)
             if len(part.cells):
                 while tasks:
                     tasks.pop().result()

@@ -180,7 +180,10 @@ _MANY = 1 << 15  # tokens; with fewer a batch is not worth numba's second and 10
 
 def log_values(kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Values, `(tokens,)` float32, of the kept ones of `counts`, `(nonzeros,)`, whose cells begin at `starts`."""
-    loops = _compiled() if kept.cu_seqlens[-1] >= _MANY and _of_known_types(counts, starts) else None
+    plain = counts.flags.c_contiguous and counts.flags.writeable
+    known = plain and counts.dtype in (np.uint16, np.uint32) and starts.dtype == np.int64
+    compiling = _compiling() if kept.cu_seqlens[-1] >= _MANY and known else None
+    loops = compiling.result() if compiling is not None and compiling.done() else None
     return by_numpy(kept, counts, starts) if loops is None else by_loops(loops, kept, counts, starts)
 
 
@@ -226,22 +229,12 @@ def compile_loops() -> Loops | None:
     return Loops(njit(sums, nogil=True)(_sum_cells), njit(look_ups, nogil=True)(_look_up))
 
 
-def _compiled() -> Loops | None:
-    compiling = _compiling()
-    return compiling.result() if compiling.done() else None
-
-
 @cache
 def _compiling() -> Future[Loops | None]:
     pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
     compiling = pool.submit(compile_loops)
     pool.shutdown(wait=False)
     return compiling
-
-
-def _of_known_types(counts: np.ndarray, starts: np.ndarray) -> bool:
-    plain = counts.flags.c_contiguous and counts.flags.writeable
-    return plain and counts.dtype in (np.uint16, np.uint32) and starts.dtype == np.int64
 
 
 def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:

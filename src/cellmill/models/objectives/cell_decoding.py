@@ -107,6 +107,8 @@ class CellDecoding(Objective):
         weights = batch.profile_count.double()
         if not self._is_nb:
             weights = self._shares(weights, batch.profile_cell, len(entries))
+        lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64).view(2, batch.paired)
+        first = (lengths > 0).all(0).nonzero().flatten()  # cells with tokens in both views
         return DecodingBatch.prepared(
             batch,
             (seed, step),
@@ -116,7 +118,7 @@ class CellDecoding(Objective):
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
             n_targets=torch.tensor(len(cells)),
-            pairs=_pairs(batch),
+            pairs=torch.stack([first, first + batch.paired]),
         )
 
     def _shares(self, counts: torch.Tensor, cell: torch.Tensor, n_cells: int) -> torch.Tensor:
@@ -211,10 +213,3 @@ class CellDecoding(Objective):
         which = "hidden" if self.config.target == "hidden" else "all"
         name, against = f"prediction of {which} genes", "mean profile of training cells"
         return metrics, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
-
-
-def _pairs(view: ViewBatch) -> torch.Tensor:
-    """(2, pairs) int64: cells with tokens in both views, and their second views."""
-    lengths = torch.tensor(view.lengths[: 2 * view.paired], dtype=torch.int64).view(2, view.paired)
-    first = (lengths > 0).all(0).nonzero().flatten()
-    return torch.stack([first, first + view.paired])

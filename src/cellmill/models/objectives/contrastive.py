@@ -1,19 +1,14 @@
-"""supervised_contrastive: cells of one label are near to each other, cells of other labels are not.
+"""supervised_contrastive: cells of one label are close together, and far from cells of other labels.
 
 For each cell of known label the loss is the mean, over the other cells p of its label in the global batch, of the
 cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors over a temperature
-(Khosla et al. 2020, equation 2, L_out). Cells of unknown label, and those of which nothing is shown, take no part. All
+(Khosla et al. 2020, equation 2, L_out). Cells of unknown label, and cells of which nothing is shown, take no part. All
 others are targets and count once in the mean; one without another cell of its label in the global batch adds 0.
 
-All pairs of cells of a global batch are compared, in every layout (`train.batch_rows`), in training and in validation.
-Validation takes its cells in global batches too, so its loss depends on train.global_batch, as that of training does.
-
-The vectors are those that `embed` writes, without a projection head: what is to be separated is the embedding itself.
-The published loss has two augmented views of each image; here a cell is encoded once. In a `sum` with cell_decoding the
-vectors are those of the shown part of each cell, which changes from step to step.
-
-Training reads labels of training and validation cells alone; those of the test split are not in its shards. An
-embedding that was trained with a label is judged on that label as a supervised one: cards and tables say so.
+All pairs of cells of a global batch are compared, in every layout (`train.batch_rows`), in training and in validation,
+whose loss therefore depends on train.global_batch too. The vectors are what `embed` writes, without a projection head.
+The published loss has two augmented views of each image; here a cell is encoded once, in a `sum` with cell_decoding its
+shown part, which changes from step to step.
 
 Legend: C cells with a label, H width of a cell's vector, S slots of a global batch.
 """

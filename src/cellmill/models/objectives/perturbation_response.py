@@ -3,11 +3,10 @@
 As cell_decoding, but the decoder is given the cell's vector plus a response to its perturbation, as in CPA (Lotfollahi
 et al. 2023, Mol. Syst. Biol. 19:e11517): a projection of what the decoder knows of the perturbed genes, a bias that all
 perturbations share, and a learned vector of each perturbation. Controls have no response. A perturbation that was not
-trained on has the first two, so it can be asked for if its gene is known; its learned vector stays zero.
+trained on has the first two, so it can be predicted if its gene is known; its learned vector stays zero.
 
-What is asked of a trained model is the difference for one and the same control cell: its profile with a response minus
-that without. The loss is cell_decoding's, of binomial draws: vectors of perturbed cells see one part of their counts,
-and the response has to explain the rest as far as these do not.
+A predicted change is the profile of one control cell with a response minus the profile without. The loss is of binomial
+draws: the response has to explain the part of the counts that the cell's vector, made from the other part, does not.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M most genes of a
 perturbation, V tokens of the vocabulary.
@@ -85,18 +84,14 @@ class PerturbationResponse(CellDecoding):
     ) -> torch.Tensor:
         """(C, H) -> (C, V - special) float32: log of each gene's share of a cell's counts, in an average batch.
 
-        Parameters
-        ----------
-        perturbation
-            Name of a level, or another one, which has no learned vector; None for the cells as they are.
-        genes
-            Token ids of its genes, maybe none.
+        `perturbation` is a level, or another name, which has no learned vector; None for the cells as they are. `genes`
+        are token ids of its genes, maybe none.
         """
         if perturbation is not None:
             levels = [*self.levels[self.config.perturbation_column]]
             number = levels.index(perturbation) + 1 if perturbation in levels else 0
-            asked = torch.tensor([number], device=vectors.device), _padded([genes]).to(vectors.device)
-            vectors = vectors + _response(model, *asked)
+            given = torch.tensor([number], device=vectors.device), _padded([genes]).to(vectors.device)
+            vectors = vectors + _response(model, *given)
         logits = token_logits(model.decoder(vectors), model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 

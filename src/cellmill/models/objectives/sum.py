@@ -92,7 +92,7 @@ class Sum(Objective):
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
-        """Prepare every part; what the model is given is that of the part that hides tokens."""
+        """Prepare every part; the model is given the batch of the part that hides tokens."""
         first, parts = first_views(batch), list(self.each.values())
         for part in parts:
             part.training = self.training
