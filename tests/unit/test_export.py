@@ -72,11 +72,6 @@ def test_an_exported_model_comes_back_bit_for_bit(exported: Path) -> None:
     assert all(parameter.device.type == "cpu" for parameter in found.values())
 
 
-def _change(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors") | changes
-    save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
-
-
 def _error(folder: Path) -> str:
     with pytest.raises((DataError, ConfigError)) as error:
         load_model(folder)
@@ -84,22 +79,19 @@ def _error(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_missing_tensor_is_named(exported: Path) -> None:
-    _change(exported, **{"norm.weight": None})
-    problem = "norm.weight: expected (16,) as in config.json, got none"
-    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
-
-
-def test_a_tensor_of_another_shape_is_named(exported: Path) -> None:
-    _change(exported, **{"norm.weight": torch.ones(8)})
-    problem = "norm.weight: expected (16,) as in config.json, got (8,)"
-    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
-
-
-def test_an_unexpected_tensor_is_named(exported: Path) -> None:
-    _change(exported, extra=torch.ones(2))
-    problem = "extra: expected no such tensor as in config.json, got (2,)"
-    assert _error(exported) == f"{exported}/model.safetensors: {problem} (tensors that differ: 1); {REMEDY}"
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("norm.weight", None, "expected (16,) as in config.json, got none"),
+        ("norm.weight", torch.ones(8), "expected (16,) as in config.json, got (8,)"),
+        ("extra", torch.ones(2), "expected no such tensor as in config.json, got (2,)"),
+    ],
+)
+def test_a_tensor_that_differs_is_named(exported: Path, name: str, tensor: torch.Tensor | None, problem: str) -> None:
+    weights = exported / "model.safetensors"
+    tensors = load_file(weights) | {name: tensor}
+    save_file({key: value for key, value in tensors.items() if value is not None}, weights)
+    assert _error(exported) == f"{weights}: {name}: {problem} (tensors that differ: 1); {REMEDY}"
 
 
 def test_another_vocabulary_is_refused_with_both_digests(exported: Path) -> None:
@@ -134,27 +126,24 @@ def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> Non
     assert _error(exported) == f"{exported / name}: {message}"
 
 
-def test_another_format_is_refused(exported: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 1}, "{path}: expected a model of format 2, got 1; {remedy}"),
+        ({"model": {"hiden": 3}}, "config.json: model: unknown key 'hiden'; did you mean 'hidden'?"),
+        *(
+            ({key: None}, f"{{path}}: {key}: is missing; {{remedy}}")
+            for key in ("vocabulary_digest", "family", "tokens")
+        ),
+    ],
+)
+def test_a_config_json_that_is_not_as_exported_is_refused(
+    exported: Path, change: dict[str, object], message: str
+) -> None:
     path = exported / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    assert _error(exported) == f"{path}: expected a model of format 2, got 1; {REMEDY}"
-
-
-def test_an_unknown_option_in_config_json_is_named(exported: Path) -> None:
-    path = exported / "config.json"
-    config = json.loads(path.read_text())
-    config["model"]["hiden"] = 3
+    config = {key: value for key, value in (json.loads(path.read_text()) | change).items() if value is not None}
     path.write_text(json.dumps(config))
-    assert _error(exported) == "config.json: model: unknown key 'hiden'; did you mean 'hidden'?"
-
-
-@pytest.mark.parametrize("key", ["vocabulary_digest", "family", "model", "tokens"])
-def test_a_config_json_that_lacks_a_key_is_refused(exported: Path, key: str) -> None:
-    path = exported / "config.json"
-    config = json.loads(path.read_text())
-    del config[key]
-    path.write_text(json.dumps(config))
-    assert _error(exported) == f"{path}: {key}: is missing; {REMEDY}"
+    assert _error(exported) == message.format(path=path, remedy=REMEDY)
 
 
 def test_initial_values_depend_on_name_and_seed_and_on_no_order() -> None:
