@@ -133,7 +133,7 @@ def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> Non
         ({"model": {"hiden": 3}}, "config.json: model: unknown key 'hiden'; did you mean 'hidden'?"),
         *(
             ({key: None}, f"{{path}}: {key}: is missing; {{remedy}}")
-            for key in ("vocabulary_digest", "family", "tokens")
+            for key in ("vocabulary_digest", "family", "model", "tokens")
         ),
     ],
 )

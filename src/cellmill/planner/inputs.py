@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from cellmill.config import check_options
-from cellmill.config.load import unequal
+from cellmill.config.load import read_model_config, unequal
 from cellmill.config.options import TrainOptions
-from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import MISSING, read_level_numbers, read_numbers
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.files import read_json, sha256_file
+from cellmill.files import sha256_file
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
@@ -138,12 +137,7 @@ def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> Non
 def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
-    config = read_json(path)
-    version = config.get("format") if isinstance(config, dict) else None
-    if version != WEIGHTS_FORMAT:
-        raise ConfigError(f"{init_from}: expected a model of format {WEIGHTS_FORMAT}, got {version}; train it again")
-    if wrong := [key for key in ("model", "tokens") if not isinstance(config.get(key), dict)]:
-        raise ConfigError(f"{path}: {wrong[0]}: expected a mapping, got {config.get(wrong[0])!r}; export it again")
+    config = read_model_config(path)
     theirs = check_options(type(options.model), config["model"], f"{path}: model")
     pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
     pairs.append(("tokens.tokenizer", config["tokens"].get("tokenizer"), options.tokens.tokenizer))
