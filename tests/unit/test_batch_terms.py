@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cellmill.config.parts.objective import Columns
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import write_tensors
-from cellmill.planner.inputs import check_levels
 from cellmill.train.validation import EmbeddingMonitor
 from tests.models import check_padding_and_no_cells, config_json, genes_of, initialized, prepare, random_cells, spec
 
@@ -130,24 +127,6 @@ def test_first_weights_of_a_batch_are_those_of_its_name(tmp_path: Path) -> None:
 def test_an_adversary_without_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_adversary requires batch_column"):
         _model(batch_column=None, batch_adversary=1.0)
-
-
-def test_a_batch_that_all_cells_share_is_refused() -> None:
-    columns, objective = {"dataset": "objective.batch_column"}, SimpleNamespace(supervised_by=(), columns=Columns)
-    options: Any = SimpleNamespace(read_columns=lambda: columns, objective=objective)
-    with pytest.raises(
-        ConfigError, match=r"objective\.batch_column dataset: all cells .* the same value; choose another"
-    ):
-        check_levels(options, {"dataset": ("one",)}, 100)
-
-
-def test_a_label_that_few_cells_share_is_refused() -> None:
-    objective = SimpleNamespace(supervised_by=("n_counts",), columns=Columns)
-    options: Any = SimpleNamespace(read_columns=lambda: {"n_counts": "objective.label_column"}, objective=objective)
-    levels = tuple(map(str, range(51)))
-    check_levels(options, {"n_counts": levels[:50]}, 100)
-    with pytest.raises(ConfigError, match=r"label_column n_counts: 51 values for 100 training cells, so most cells"):
-        check_levels(options, {"n_counts": levels}, 100)
 
 
 def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:

@@ -163,13 +163,22 @@ def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_
         assert sum(weights[name] * n for name, n in sizes.items()) == pytest.approx(len(column))
 
 
-def test_one_label_and_cells_without_are_refused() -> None:
+def test_columns_without_use_are_refused() -> None:
     sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}, "model": {"family": "profile"}}
     sections |= {"tokens": {"tokenizer": "continuous"}, "objective": {"name": "classification", "label_column": "kind"}}
     options = check_options(TrainOptions, sections, "test")
     check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
     with pytest.raises(ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"):
         check_levels(options, {"kind": ("a", "<missing>")}, 100)
+    levels = tuple(map(str, range(51)))
+    check_levels(options, {"kind": levels[:50]}, 100)
+    with pytest.raises(ConfigError, match=r"label_column kind: 51 values for 100 training cells, so most cells"):
+        check_levels(options, {"kind": levels}, 100)
+    by_batch = {"name": "cell_decoding", "batch_column": "dataset"}
+    with pytest.raises(ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"):
+        check_levels(
+            check_options(TrainOptions, sections | {"objective": by_batch}, "test"), {"dataset": ("one",)}, 100
+        )
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
     parts = {"classification": {"label_column": "kind"} | weights}
     for objective in (sections["objective"] | weights, {"name": "sum", "parts": parts}):

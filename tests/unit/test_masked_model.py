@@ -67,14 +67,9 @@ def _batch(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14), seed: int 
 
 
 def _some_cells(batch: Batch, chosen: list[int]) -> Batch:
-    pieces = [slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in chosen]
-    lengths = [piece.stop - piece.start for piece in pieces]
-    return Batch(
-        np.concatenate([batch.genes[piece] for piece in pieces]),
-        np.concatenate([batch.values[piece] for piece in pieces]),
-        np.cumsum([0, *lengths]).astype(np.int32),
-        batch.cells[chosen],
-    )
+    parts = [batch.cut(i, i + 1) for i in chosen]
+    genes, values, cells = (np.concatenate([getattr(p, name) for p in parts]) for name in ("genes", "values", "cells"))
+    return Batch(genes, values, np.cumsum([0, *(p.lengths[0] for p in parts)]).astype(np.int32), cells)
 
 
 def _tensors(tokenizer: str, **options: Any) -> Batch:
@@ -192,16 +187,6 @@ def test_torchs_generator_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
-def test_the_order_of_genes_in_a_cell_means_nothing(tokenizer: str) -> None:
-    model, batch = _model(tokenizer, "masked_value").eval(), _batch(tokenizer, lengths=(20, 30))
-    order = np.concatenate([np.random.default_rng(0).permutation(20), 20 + np.random.default_rng(1).permutation(30)])
-    shuffled = Batch(batch.genes[order], batch.values[order], batch.cu_seqlens, batch.cells)
-    with torch.no_grad():
-        ours, theirs = model.embed(to_tensors(batch, CPU)), model.embed(to_tensors(shuffled, CPU))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
 def test_a_rank_token_knows_its_place() -> None:
     model, batch = _model("rank", "masked_gene").eval(), _batch("rank", lengths=(20,))
     reversed_genes = Batch(batch.genes[::-1].copy(), batch.values, batch.cu_seqlens, batch.cells)
@@ -224,23 +209,6 @@ def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> 
         rows = prepared.answers - (1 if objective == "masked_value" else 0)  # bins count from 1
         expected = -said.log_softmax(1)[torch.arange(len(rows)), rows].sum().item()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-@every_kind
-def test_the_cells_own_loss_is_a_weighted_second_one_that_leaks_nothing(tokenizer: str, objective: str) -> None:
-    batch, losses = _tensors(tokenizer), []
-    for weight in (0.0, 1.0, 3.0):
-        model = _model(tokenizer, objective, cell_loss_weight=weight)
-        losses.append(model(model.prepare(batch, seed=0, step=0)).item())
-    assert losses[1] - losses[0] > 0
-    assert losses[2] - losses[0] == pytest.approx(3 * (losses[1] - losses[0]), rel=1e-3)
-    # with the answers as they were, hidden content changes no loss: nothing of it is in what the model sees
-    prepared = model.prepare(batch, seed=0, step=0)
-    field = "genes" if objective == "masked_gene" else "values"
-    content = getattr(batch, field).clone()
-    content[prepared.targets] = content[prepared.targets] % 5 + 1
-    other = model.prepare(replace(batch, **{field: content}), seed=0, step=0)
-    assert model(replace(other, answers=prepared.answers)).item() == losses[2]
 
 
 @every_kind
@@ -361,17 +329,11 @@ def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
     assert model.train()(other).item() != dropped
 
 
-def test_first_weights_depend_on_seed_and_name_alone() -> None:
-    def fresh(seed: int, layers: int) -> dict[str, torch.Tensor]:
-        model = build(spec(N_GENES, _tokens("continuous"), hidden=16, layers=layers, heads=2))
-        return dict(initial_tensors(model, seed, None, genes_of(N_GENES)))
-
-    first, other, deeper = fresh(0, 2), fresh(1, 2), fresh(0, 8)
-    assert all(torch.isfinite(tensor).all() for tensor in first.values())
-    assert torch.equal(first["gene_embedding.weight"], deeper["gene_embedding.weight"])
-    assert not torch.equal(first["gene_embedding.weight"], other["gene_embedding.weight"])
+def test_first_weights_have_the_spread_of_gpt_2() -> None:
+    model = build(spec(N_GENES, _tokens("continuous"), hidden=16, layers=8, heads=2))
+    first = dict(initial_tensors(model, 0, None, genes_of(N_GENES)))
     assert first["gene_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
-    assert deeper["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert first["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
     assert (first["blocks.1.ffn_norm.weight"] == 1).all()
     assert not first["blocks.1.up.bias"].any()
 

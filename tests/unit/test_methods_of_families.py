@@ -16,7 +16,7 @@ from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Train
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch
 from cellmill.files import write_json
 from cellmill.finetune.method import Method, load_method, trained_names
 from cellmill.models.batch import to_tensors
@@ -26,6 +26,7 @@ from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.train.optimizer import build_optimizer, decayed_parameters
+from tests.models import random_cells
 
 N_GENES, LENGTHS = 60, (20, 31, 1, 14, 2, 9)
 SHAPE = {"hidden": 16, "layers": 2, "heads": 2}
@@ -61,13 +62,8 @@ def spec_of(family: str) -> ModelSpec:
 
 def cells(tokens: Tokens) -> Batch:
     """Six labelled cells."""
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in LENGTHS]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.int64)
-    starts, levels = np.cumsum([0, *LENGTHS]), rng.integers(1, 3, (len(LENGTHS), 1)).astype(np.int32)
-    return to_tensors(
-        tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels=levels)
-    )
+    levels = np.random.default_rng(0).integers(1, 3, (len(LENGTHS), 1)).astype(np.int32)
+    return to_tensors(random_cells(LENGTHS, tokens, N_GENES, first=0, levels=levels))
 
 
 def tensors_of(model: Model) -> dict[str, torch.Tensor]:

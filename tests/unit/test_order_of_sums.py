@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
 from cellmill.models.family import Model
 from cellmill.parallel.vocab_parallel import rows_at, segment_sum
 from cellmill.train.batch_rows import shares_of
-from tests.models import spec
+from tests.models import random_cells, spec
 
 LENGTHS = (20, 31, 1, 14, 2, 9)
 LEVELS = {"kind": ("a", "b"), "batch": ("x", "y", "z")}
@@ -44,14 +44,8 @@ class InOneOrder(TorchDispatchMode):
 
 
 def _batch(tokens: Tokens) -> Batch:
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([rng.permutation(60)[:n] for n in LENGTHS]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.int64)
-    levels = rng.integers(1, 3, (len(LENGTHS), 2)).astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    return to_tensors(
-        tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64, levels=levels)
-    )
+    levels = np.random.default_rng(0).integers(1, 3, (len(LENGTHS), 2)).astype(np.int32)
+    return to_tensors(random_cells(LENGTHS, tokens, 60, first=0, levels=levels))
 
 
 def _step(model: Model, tokens: Tokens) -> None:

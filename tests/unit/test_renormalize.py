@@ -14,7 +14,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.objectives.masked import MaskedValue
-from tests.models import spec
+from tests.models import random_cells, spec
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (20, 31, 1, 14, 2)
@@ -24,10 +24,8 @@ def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continu
     """A masked batch; with `louder`, one whose masked genes have ten times the counts."""
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     objective = MaskedValue(spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens)
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([rng.permutation(60)[:n] for n in LENGTHS]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    cells = random_cells(LENGTHS, tokens, 60, first=0)
+    genes, counts, starts = cells.genes - 2, cells.counts, cells.cu_seqlens.astype(np.int64)
 
     def prepare(counts: np.ndarray) -> tuple[Any, Batch]:
         batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64)

@@ -112,18 +112,6 @@ def test_shared_bins_are_those_of_the_log_normalised_values(binning: str) -> Non
     assert tokens.n_values == 21
 
 
-def test_values_above_the_last_bin_are_in_it_and_small_ones_in_the_first() -> None:
-    counts = np.array([1, 999_999], np.uint32)
-    for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
-        options = BinnedTokens(binning="uniform", bins=4, max_value=top)
-        assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist() == expected
-
-
-def test_the_options_of_earlier_versions_are_quantiles_of_the_cell() -> None:
-    assert Tokens.model_validate({"tokenizer": "binned", "bins": 7}) == BinnedTokens(bins=7, binning="quantile_cell")
-    assert not BinnedTokens(bins=7).needs_quantiles
-
-
 def test_edges_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValidationError, match="edges: expected 2 ascending numbers for 3 bins, or null"):
         BinnedTokens(bins=3, binning="quantile_corpus", edges=[1.0])
