@@ -48,7 +48,7 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     done = printed(rig, "cancel", results)
     expected = (
         f"cancelling job {job_id}\njob {job_id} may save for 30 s; interrupt again to end it at once\n"
-        f"cancelled job {job_id}; saved at step \\d+; train goes on from there\n"
+        f"cancelled job {job_id}; saved at step \\d+; train resumes from there\n"
     )
     assert re.fullmatch(expected, done), done
     saved = int(re.findall(r"saved at step (\d+)", done)[0])
@@ -105,7 +105,7 @@ def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, 
     assert "one  running  " in printed(rig, "status", results)
     done = printed(rig, "cancel", results)
     assert re.search(
-        rf"^ended process {run.process.pid}; saved at step [1-9]\d*; train goes on from there$", done, re.M
+        rf"^ended process {run.process.pid}; saved at step [1-9]\d*; train resumes from there$", done, re.M
     )
     assert run.end() == 75
     assert "one  stopped  " in printed(rig, "status", results)

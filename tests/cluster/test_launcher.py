@@ -267,7 +267,7 @@ def test_a_signal_to_the_group_cancels_the_job_and_leaves_a_checkpoint_and_no_pr
         os.killpg(run.process.pid, number)
     for run in started.values():
         assert run.end() == 75, run.printed
-        cancelled = r"cellmill train: cancelled job \d+; saved at step (\d+); run the same command to go on"
+        cancelled = r"cellmill train: cancelled job \d+; saved at step (\d+); run the same command to resume"
         found = re.fullmatch(cancelled, run.last_line)
         assert found, run.printed
         assert (run.train / "checkpoints" / f"step-{int(found[1]):08}" / "manifest.json").exists()

@@ -150,7 +150,7 @@ def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(lif
     life.now.wait_for_step(life.now.step() + 2)
     os.killpg(life.now.process.pid, signal.SIGINT)
     assert life.now.end() == 75, life.now.printed
-    cancelled = rf"cellmill train: cancelled job {job}; saved at step (\d+); run the same command to go on"
+    cancelled = rf"cellmill train: cancelled job {job}; saved at step (\d+); run the same command to resume"
     found = re.fullmatch(cancelled, life.now.last_line)
     assert found, life.now.printed
     assert (life.train / "checkpoints" / f"step-{int(found[1]):08}" / "manifest.json").exists()

@@ -139,7 +139,7 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     step = json.loads((out / "state.json").read_text())["step"]
     assert 22 <= step < 50
     assert log.splitlines()[-1] == (
-        f"cellmill train: stopped at step {step} of 50, saved; run the same command to go on"
+        f"cellmill train: stopped at step {step} of 50, saved; run the same command to resume"
     )
     done = train(corpus, out, of(50), nproc=2)
     assert done.returncode == 0, done.stderr
@@ -314,7 +314,7 @@ def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exi
     assert state["state"] == "stopped"
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
     log = out.with_suffix(".log").read_text()
-    last = f"cellmill train: stopped at step {state['step']} of 2000, saved; run the same command to go on"
+    last = f"cellmill train: stopped at step {state['step']} of 2000, saved; run the same command to resume"
     assert log.splitlines()[-1] == last
     assert not [trouble for trouble in ("unwaited", "redistributing", "starting all again") if trouble in log], log
     assert none_left(out)

@@ -240,7 +240,7 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     assert main(["cancel", "one", "--results", str(results)]) == 0
     assert capsys.readouterr().out == (
         "cancelling job 41\njob 41 may save for 120 s; interrupt again to end it at once\n"
-        "cancelled job 41; saved at step 100; train goes on from there\n"
+        "cancelled job 41; saved at step 100; train resumes from there\n"
     )
     assert (results.parent / "scancelled").read_text() == (
         f"--name={record.name} --signal=USR2 41\n--name={record.name} 41\n"
@@ -270,7 +270,7 @@ def test_a_training_on_this_machine_is_asked_to_end(
     printed = capsys.readouterr().out
     assert re.fullmatch(
         rf"asking process {process.pid} of \S+ on \S+ to save and end\n"
-        rf"ended process {process.pid}; saved at step 0; train goes on from there\n",
+        rf"ended process {process.pid}; saved at step 0; train resumes from there\n",
         printed,
     )
 

@@ -363,7 +363,7 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeyp
 
 
 def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:
-    with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to go on"):
+    with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to resume"):
         scripted.run(before=[NONE], sacct=[[0, "CANCELLED by 0\n", ""]])
 
 

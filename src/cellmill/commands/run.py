@@ -19,7 +19,7 @@ from pathlib import Path
 from cellmill.commands.status import living_jobs, train_folder, train_log, until_interrupted
 from cellmill.config.load import stored_options
 from cellmill.config.parts.trackers import TrackerConfig
-from cellmill.config.plugin import Plugin, by_name, in_one_line
+from cellmill.config.plugin import by_name, in_one_line
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json
 from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
@@ -129,7 +129,7 @@ def cancel(*, run: str, results: Path) -> None:
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
-    print(f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train goes on from there")
+    print(f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train resumes from there")
 
 
 def _cancel_jobs(train: Path) -> list[str]:
@@ -184,9 +184,18 @@ QUEUE_S = 10.0  # between queries of jobs
 
 
 def follow(*, run: str, to: str, results: Path) -> None:
-    """Send `run` to the tracker called `to` until it has ended. Raises UserError if the tracker fails."""
+    """Send `run` to the tracker called `to` until it has ended.
+
+    The tracker has the options that the run was started with, or its defaults. Raises UserError if it is unknown or
+    fails.
+    """
     train = train_folder(results, run)
-    follower, queue = Follower(train, options_of(train, to)), Queue(POLL_S)
+    options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
+    try:
+        tracker = options.track.to.get(to) or by_name(TrackerConfig, {to: None})[to]
+    except ValueError as error:
+        raise UserError(f"--to {error}") from None
+    follower, queue = Follower(train, tracker), Queue(POLL_S)
 
     def ended() -> str:
         """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
@@ -202,26 +211,16 @@ def follow(*, run: str, to: str, results: Path) -> None:
     try:
         follower.follow(ended)
     except KeyboardInterrupt:
-        print(f"\nno longer sending {run}; the same command goes on")
+        print(f"\nno longer sending {run}; run the same command to resume")
     except UserError:
         raise
     except Exception as error:  # of the tracker's library
         if isinstance(error, OSError) and error.filename is not None:  # of a file, and no ConnectionError
             raise
-        raise UserError(without_secrets(f"tracker {to!r}: {in_one_line(error)}; the same command goes on")) from error
+        raise UserError(
+            without_secrets(f"tracker {to!r}: {in_one_line(error)}; run the same command to resume")
+        ) from error
     print(f"{run}: sent {follower.n_lines} lines and {follower.n_artifacts} files to {to}")
-
-
-def options_of(train: Path, name: str) -> Plugin:
-    """Options of the tracker as the run was started with, or its defaults. Raises UserError for an unknown name."""
-    options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
-    if name in options.track.to:
-        return options.track.to[name]
-    try:
-        chosen: Plugin = by_name(TrackerConfig, {name: None})[name]
-    except ValueError as error:
-        raise UserError(f"--to {error}") from None
-    return chosen
 
 
 def logs(*, run: str, results: Path, follow: bool) -> None:

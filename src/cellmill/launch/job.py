@@ -74,7 +74,7 @@ class Restarts:
     """Restarts of all processes of a job after one was lost: killed, or gone with its agent, without an error message.
 
     Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused.
-    This level restarts first, in seconds and on the same machines; where it gives up, a chain of SLURM jobs goes on.
+    This level restarts first, in seconds and on the same machines; where it gives up, a chain of SLURM jobs continues.
     """
 
     def __init__(self, job: Job) -> None:
@@ -156,9 +156,9 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 if not code or signals or not restarts.again(code):
                     break
         if signals > 1:
-            raise Interrupted("killed by the second signal; run the same command to go on from the last checkpoint")
+            raise Interrupted("killed by the second signal; run the same command to resume from the last checkpoint")
         if signals and code:
-            raise Interrupted("ended by a signal before it could save; run the same command to go on")
+            raise Interrupted("ended by a signal before it could save; run the same command to resume")
         return code
     finally:
         for agent in agents:

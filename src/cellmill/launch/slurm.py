@@ -185,7 +185,7 @@ class SlurmLauncher:
                     say(too_short)
                 record = None
         raise UserError(
-            f"not done after {self.machine.max_jobs} jobs; run the same command to go on, or raise max_jobs "
+            f"not done after {self.machine.max_jobs} jobs; run the same command to resume, or raise max_jobs "
             "in the profile"
         )
 
@@ -246,7 +246,7 @@ class SlurmLauncher:
         save_job(job_id, record.name, record.save_within_s, requests.wait, lambda: requests.again)
         follower.cancel(requests.wait)
         raise Stopped(
-            f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to go on"
+            f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to resume"
         )
 
     def _why_another(self, ended: JobRecord) -> str:
@@ -257,10 +257,10 @@ class SlurmLauncher:
         if (ended.path / CANCELLED).exists():
             raise Stopped(
                 f"job {ended.job_id} was cancelled by `cellmill cancel`; saved at step {self.folder.saved_step()}; "
-                "run the same command to go on"
+                "run the same command to resume"
             )
         if ended.state == "CANCELLED":
-            raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to go on")
+            raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to resume")
         if refused := log.last(Tail.REFUSED):
             return refused
         if failed := log.last(Tail.FAILED_SETUP):

@@ -223,7 +223,7 @@ class SlurmJobs:
         """Wait. Raises Interrupted at a request."""
         self.requests.wait(seconds)
         if self.requests.first:
-            raise Interrupted("interrupted while waiting for SLURM; run the same command to go on")
+            raise Interrupted("interrupted while waiting for SLURM; run the same command to resume")
 
 
 ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on

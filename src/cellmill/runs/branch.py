@@ -43,7 +43,7 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
     changes = changed_keys(state, record["identity"], source)
     if different := [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]:
         raise ConfigError(
-            f"{path}: it cannot go on from {checkpoint.path}, which is of another configuration "
+            f"{path}: it cannot continue {checkpoint.path}, which is of another configuration "
             f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
         )
     check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
@@ -95,7 +95,7 @@ def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Trai
         if given != own:
             raise ConfigError(
                 f"{run}: step {step + 1} has learning rate {own:g}, in its trunk {given:g}: expected the same until "
-                f"step {last}, from which it goes on; set schedule wsd or constant for both, or a trunk_step of at "
+                f"step {last}, the branch; set schedule wsd or constant for both, or a trunk_step of at "
                 f"most {step}"
             )
 

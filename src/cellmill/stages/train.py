@@ -56,7 +56,7 @@ def train(
 ) -> None:
     """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
 
-    With `trunk`, the folder of a checkpoint of another run, this one goes on from there (`train.branch`).
+    With `trunk`, the folder of a checkpoint of another run, this one continues from there (`runs.branch`).
     Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards = Manifest.read(manifest)
@@ -172,11 +172,11 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
     if code == 0 and state["state"] == "done":
         return
     if code == 0 and state["state"] == "stopped":
-        raise Stopped(f"stopped at step {state['step']} of {state['steps']}, saved; run the same command to go on")
+        raise Stopped(f"stopped at step {state['step']} of {state['steps']}, saved; run the same command to resume")
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise UserError(
         f"a process of {folder.path} ended with {ended} after step {state['step']}; its error is above; "
-        "run the same command to go on from the last checkpoint"
+        "run the same command to resume from the last checkpoint"
     )
 
 
