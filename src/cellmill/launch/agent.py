@@ -5,17 +5,17 @@
 The only module of this folder that imports torch: it runs only on the nodes.
 """
 
-import fcntl
 import ipaddress
 import logging
 import os
 import resource
 import socket
-import struct
 import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+
+import psutil
 
 from cellmill.files import write_text
 from cellmill.launch.job import ERROR_FILE
@@ -126,14 +126,9 @@ def interface_between_nodes(first: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface with this IPv4 address (netdevice(7), SIOCGIFADDR); None if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(ask.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+    """Name of the interface with this IPv4 address; None if there is none."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, each in found if address in (entry.address for entry in each)), None)
 
 
 def run() -> None:
