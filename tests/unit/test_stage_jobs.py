@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import StageJob, StageWatch, stage_jobs, waiting_lines
+from cellmill.launch.queue import QueuedJob, StageWatch, stage_jobs, waiting_lines
 from cellmill.runs.jobs import JobState
 
 
@@ -49,15 +49,15 @@ def test_status_names_the_stages_of_this_workflow_that_wait(
         "lower it in the profile",
         "stage vocabulary: job 9: PENDING (Priority)",
     ]
-    assert [job.stage for job in stage_jobs(tmp_path)] == ["embed", "embed", "vocabulary", "shard"]
+    assert [job.name for job in stage_jobs(tmp_path)] == ["embed", "embed", "vocabulary", "shard"]
 
 
 def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
     said: list[str] = []
     watch = StageWatch(tmp_path, said.append)
 
-    def jobs(*waiting: tuple[str, str]) -> list[StageJob]:
-        return [StageJob(job_id, "embed", JobState("PENDING", why), "30:00", "1") for job_id, why in waiting]
+    def jobs(*waiting: tuple[str, str]) -> list[QueuedJob]:
+        return [QueuedJob(job_id, JobState("PENDING", why), "embed", "30:00", "1") for job_id, why in waiting]
 
     watch.look(jobs(("7", "Priority")))
     assert said == [], "a job that has just been submitted"

@@ -46,6 +46,10 @@ class QueuedJob:
     job_id: str
     state: JobState
     name: str
+    """For the job of a stage, the stage."""
+    limit: str = ""
+    """Its time limit and number of nodes, as SLURM writes them; only for the job of a stage."""
+    nodes: str = ""
 
 
 @dataclass
@@ -151,20 +155,8 @@ WATCH_S = 15.0
 _LISTED = 5
 
 
-@dataclass(frozen=True)
-class StageJob:
-    """A stage's job in the queue."""
-
-    job_id: str
-    stage: str
-    state: JobState
-    limit: str
-    """Its time limit, as SLURM writes it."""
-    nodes: str
-
-
-def stage_jobs(folder: Path) -> list[StageJob]:
-    """Jobs of the stages of the workflow in `folder`. Raises CommandError without an answer."""
+def stage_jobs(folder: Path) -> list[QueuedJob]:
+    """Queued jobs of the stages of the workflow in `folder`. Raises CommandError without an answer."""
     jobs, here = [], folder.resolve()
     answer = ask(["squeue", "-a", "-h", "-u", str(os.getuid()), "-o", "%i|%T|%r|%l|%D|%k|%Z"])
     for line in answer.splitlines():
@@ -172,16 +164,16 @@ def stage_jobs(folder: Path) -> list[StageJob]:
         stage = re.match(r"rule_([A-Za-z0-9]\w*?)(?:_wildcards_|$)", cells[5]) if len(cells) == 7 else None
         if stage is not None and Path(cells[6]).resolve() == here:
             reason = "" if cells[2] == "None" else cells[2]
-            jobs.append(StageJob(cells[0], stage[1], JobState(cells[1], reason), *cells[3:5]))
+            jobs.append(QueuedJob(cells[0], JobState(cells[1], reason), stage[1], *cells[3:5]))
     return jobs
 
 
-def waiting_lines(jobs: Sequence[StageJob]) -> list[str]:
+def waiting_lines(jobs: Sequence[QueuedJob]) -> list[str]:
     """A line for each stage and reason that jobs wait for, with the remedy where there is one."""
-    groups = defaultdict[tuple[str, JobState], list[StageJob]](list)
+    groups = defaultdict[tuple[str, JobState], list[QueuedJob]](list)
     for job in jobs:
         if job.state.name == "PENDING":
-            groups[job.stage, job.state].append(job)
+            groups[job.name, job.state].append(job)
     lines = []
     for (stage, state), same in groups.items():
         first, ids = same[0], ", ".join(job.job_id for job in same[:_LISTED])
@@ -225,9 +217,9 @@ class StageWatch:
             except CommandError:  # the plugin reports it
                 continue
 
-    def look(self, jobs: Sequence[StageJob]) -> None:
+    def look(self, jobs: Sequence[QueuedJob]) -> None:
         """Report why jobs wait that were waiting at the last look too, once for each."""
-        waiting = {job: (job.stage, job.state.reason) for job in jobs if job.state.name == "PENDING"}
+        waiting = {job: (job.name, job.state.reason) for job in jobs if job.state.name == "PENDING"}
         self._reported &= set(waiting.values())
         late = [job for job, why in waiting.items() if job.job_id in self._before and why not in self._reported]
         for line in waiting_lines(late):

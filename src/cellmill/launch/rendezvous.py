@@ -101,7 +101,7 @@ class Gate:
     def close(self) -> None:
         """Let nobody in. Raises PermissionError if somebody else is in already."""
         self._admit(0)
-        if any(user != os.getuid() for user in users_connected_to((LOOPBACK, self.port))):
+        if any(end == (LOOPBACK, self.port) and user != os.getuid() for _, end, user in _connections()):
             raise PermissionError("another user has connected to the store of this job")
 
     async def connect(self) -> socket.socket:
@@ -268,11 +268,6 @@ def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
     Addresses count as well as ports: the same port of another address of the loopback may be anybody's.
     """
     return next((user for *ends, user in _connections() if ends == [tuple(local), tuple(remote)]), None)
-
-
-def users_connected_to(remote: Endpoint) -> list[int]:
-    """Users of the local processes that are connected to `remote`."""
-    return [user for _, end, user in _connections() if end == remote]
 
 
 def _connections() -> list[tuple[Endpoint, Endpoint, int]]:
