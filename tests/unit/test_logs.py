@@ -15,11 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cellmill.cli import main
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
 from cellmill.runs.jobs import JobRecord, JobState
-from tests.unit.test_status import RUNNING, checkpoint, command, hold, holders, job, results, run_of, squeue
+from tests.unit.test_status import RUNNING, checkpoint, cli, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]
 
@@ -75,27 +74,23 @@ def local_log(results: Path, name: str, text: str) -> Path:
     return path
 
 
-def logs(results: Path, capsys: pytest.CaptureFixture[str], name: str = "one") -> str:
-    main(["logs", name, "--results", str(results)])
-    return "".join(capsys.readouterr())
-
-
 def test_the_log_is_that_of_the_newest_training(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def logs() -> str:
+        return "".join(cli(results, capsys, "logs", "one")[1:])
+
     train = run_of(results, "one")
     beside = results.parent / "logs/train/one.log"
-    assert logs(results, capsys) == f"cellmill logs: one: no log: it has no job, and {beside} does not exist\n"
+    assert logs() == f"cellmill logs: one: no log: it has no job, and {beside} does not exist\n"
     record = job(train)
-    assert logs(results, capsys) == (
-        f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n"
-    )
+    assert logs() == (f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n")
     local_log(results, "one", "job 41: PENDING (Resources)\n")
-    assert logs(results, capsys) == "job 41: PENDING (Resources)\n"
+    assert logs() == "job 41: PENDING (Resources)\n"
     record.log.write_text("of the first job\n")
-    assert logs(results, capsys) == "of the first job\n"
+    assert logs() == "of the first job\n"
     job(train, 2).log.write_text("of the second job\n")
-    assert logs(results, capsys) == "of the second job\n"
+    assert logs() == "of the second job\n"
     (train / "local.json").write_text(json.dumps([{"started_at": time.time(), "ended_at": None, "how": None}]))
-    assert logs(results, capsys) == "job 41: PENDING (Resources)\n"
+    assert logs() == "job 41: PENDING (Resources)\n"
 
 
 def test_a_closed_pipe_is_no_error(results: Path) -> None:
@@ -222,12 +217,12 @@ def test_a_run_without_a_job_or_training_is_one_line(
     line = "one: no job is queued or running, and no training runs on this machine\n"
     # nothing left to cancel is success; nothing to attach to is an error
     expected = (0, line, "") if stage == "cancel" else (2, "", f"cellmill attach: {line}")
-    assert (main([stage, "one", "--results", str(results)]), *capsys.readouterr()) == expected
+    assert cli(results, capsys, stage, "one") == expected
     (results.parent / "bin" / "squeue").unlink()
-    assert (main([stage, "one", "--results", str(results)]), *capsys.readouterr()) == expected
+    assert cli(results, capsys, stage, "one") == expected
     command(results, "squeue", "echo down >&2; exit 1")
-    assert main([stage, "one", "--results", str(results)]) == 2
-    assert capsys.readouterr().err == (f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n")
+    silent = f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n"
+    assert cli(results, capsys, stage, "one") == (2, "", silent)
 
 
 def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,11 +232,11 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     (queue := Listing(results, record)).shows("RUNNING")
     ending = f"(/bin/sleep 1.5; echo '{queue.line('CANCELLED')}' > {queue.file}) > /dev/null 2>&1 &"
     command(results, "scancel", f'echo "$@" >> {results.parent}/scancelled; {ending}')
-    assert main(["cancel", "one", "--results", str(results)]) == 0
-    assert capsys.readouterr().out == (
+    printed = (
         "cancelling job 41\njob 41 may save for 120 s; interrupt again to end it at once\n"
         "cancelled job 41; saved at step 100; train resumes from there\n"
     )
+    assert cli(results, capsys, "cancel", "one") == (0, printed, "")
     assert (results.parent / "scancelled").read_text() == (
         f"--name={record.name} --signal=USR2 41\n--name={record.name} 41\n"
     )
@@ -254,8 +249,7 @@ def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, capsys: pyt
     (record.path / "job.json").unlink()
     (queue := Listing(results, record)).shows("PENDING", "Priority")
     command(results, "scancel", f": > {queue.file}")
-    assert main(["cancel", "one", "--results", str(results)]) == 0
-    assert "cancelled job 41; saved at step 0" in capsys.readouterr().out
+    assert "cancelled job 41; saved at step 0" in cli(results, capsys, "cancel", "one")[1]
     assert not (record.path / "job.json").exists()
 
 
@@ -265,9 +259,8 @@ def test_a_training_on_this_machine_is_asked_to_end(
     train = run_of(results, "one", state=RUNNING)
     job(train, ended_at=1.0, state="TIMEOUT")  # of a cluster that no longer exists: not asked
     process = hold(train, holders)
-    assert main(["cancel", "one", "--results", str(results)]) == 0
-    assert process.wait(100) == -signal.SIGTERM
-    printed = capsys.readouterr().out
+    code, printed, _ = cli(results, capsys, "cancel", "one")
+    assert (code, process.wait(100)) == (0, -signal.SIGTERM)
     assert re.fullmatch(
         rf"asking process {process.pid} of \S+ on \S+ to save and end\n"
         rf"ended process {process.pid}; saved at step 0; train resumes from there\n",
@@ -284,9 +277,9 @@ def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(
     with open(train / "lock", "r+") as file:  # the same file: another would not be locked
         file.truncate()
         json.dump(holder | {"host": "login7"}, file)
-    assert main(["cancel", "one", "--results", str(results)]) == 2
-    assert capsys.readouterr().err == (
+    refused = (
         f"cellmill cancel: {train}: trained by process {process.pid} of {holder['user']} on login7: run cellmill "
         "cancel on login7\n"
     )
+    assert cli(results, capsys, "cancel", "one") == (2, "", refused)
     assert process.poll() is None

@@ -111,6 +111,11 @@ def checkpoint(train: Path, step: int) -> None:
 RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
 
 
+def cli(results: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, output and error of a command."""
+    return (main([*words, "--results", str(results)]), *capsys.readouterr())
+
+
 def status(results: Path, capsys: pytest.CaptureFixture[str], *runs: str) -> str:
     assert main(["status", *runs, "--results", str(results)]) == 0
     return capsys.readouterr().out
@@ -242,8 +247,7 @@ def test_an_unknown_run_is_answered_with_the_existing_ones(
     run_of(results, "two")
     said = message.replace("{runs}", str(results / "runs"))
     for stage in ("status", "attach", "cancel", "logs"):
-        assert main([stage, name, "--results", str(results)]) == 2
-        assert capsys.readouterr().err == f"cellmill {stage}: {said}\n"
+        assert cli(results, capsys, stage, name) == (2, "", f"cellmill {stage}: {said}\n")
 
 
 def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
@@ -251,9 +255,7 @@ def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
 ) -> None:
     for path in ("none", "results"):  # before the first run a workflow has no such folder
         results = tmp_path / path
-        said = [
-            (main([*words, "--results", str(results)]), *capsys.readouterr()) for words in (["status"], ["logs", "one"])
-        ]
+        said = [cli(results, capsys, "status"), cli(results, capsys, "logs", "one")]
         if path == "none":
             end = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
             assert said == [(2, "", f"cellmill {stage}: {end}") for stage in ("status", "logs")]

@@ -5,8 +5,8 @@ job, srun inside an allocation. Under cgroup tracking SLURM signals only this pr
 workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
 everything it started.
 
-`run_allocation` trains inside the SLURM job this process runs in (salloc, or a batch script), for sites that allow no
-process on a login node: the whole workflow is then one batch job.
+`run_here` trains on this machine, or inside the SLURM job this process runs in (salloc, or a batch script), for sites
+that allow no process on a login node: the whole workflow is then one batch job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import Job, Restarts, agent_environment, wait_for
+from cellmill.launch.job import Job, Restarts, agent_environment, run_local, wait_for
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
@@ -248,20 +248,23 @@ def _ignore_signals() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def run_allocation(
+def run_here(
     job: Callable[[Path], Job],
     machine: Machine,
     train: Path,
     keep_open: int,
     check: Callable[[], None] = lambda: None,
+    scratch: Path | None = None,
 ) -> tuple[int, Path]:
-    """Run the job that `job` returns for its folder. Returns srun's exit code and the folder.
+    """Run the job that `job` returns for a folder, in the allocation of this process or by `run_local`.
 
-    Signals are forwarded to the workers, who save; so is the end of this process, however it ends. Raises UserError
-    outside an allocation.
-
-    srun inherits `keep_open`, and `check` is called each second, as in `run_local`.
+    Returns the exit code and the folder, which on this machine is `scratch` if given. Signals are forwarded to the
+    workers, who save; so is the end of this process, however it ends. `keep_open` and `check` are those of `run_local`.
+    Raises UserError outside an allocation.
     """
+    if machine.launcher == "local":
+        folder = scratch or Jobs(train).new()[0]
+        return run_local(job(folder), keep_open, check), folder
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")

@@ -27,8 +27,8 @@ from submitit.helpers import clean_env
 from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
-from cellmill.launch.job import Job, run_local
-from cellmill.launch.node import NodeTask, run_allocation, run_task
+from cellmill.launch.job import Job
+from cellmill.launch.node import NodeTask, run_here, run_task
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
 from cellmill.runs.jobs import NO_PROCESS, CommandError, JobRecord, Jobs, error_line
@@ -264,11 +264,7 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
         if machine.launcher == "slurm":
             with requests() as received:
                 return _submit_and_follow(job, machine, folder, wait_s, received)
-        if machine.launcher == "allocation":
-            code, path = run_allocation(job, machine, folder, keep_open)
-        else:
-            path, _ = Jobs(folder).new()
-            code = run_local(job(path), keep_open)
+        code, path = run_here(job, machine, folder, keep_open)
     except Interrupted:
         raise KeyboardInterrupt from None
     return End(path, "COMPLETED" if code == 0 else "FAILED")

@@ -24,8 +24,8 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.order import epoch_of
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
-from cellmill.launch.job import Job, run_local
-from cellmill.launch.node import run_allocation
+from cellmill.launch.job import Job
+from cellmill.launch.node import run_here
 from cellmill.launch.slurm import SlurmLauncher
 from cellmill.planner.inputs import (
     check_genes,
@@ -159,11 +159,8 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
     """
     watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
-        if machine.launcher == "allocation":
-            code, files = run_allocation(partial(_job, folder, machine), machine, folder.path, lock, watch.check)
-        else:
-            files = Path(scratch)
-            code = run_local(_job(folder, machine, files), keep_open=lock, check=watch.check)
+        job = partial(_job, folder, machine)
+        code, files = run_here(job, machine, folder.path, lock, watch.check, scratch=Path(scratch))
         watch.wait()
         if (error := files / "error.txt").exists():
             raise UserError(error.read_text(encoding="utf-8").strip())
