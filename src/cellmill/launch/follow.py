@@ -160,11 +160,15 @@ class JobFollower:
         elif state.name == GONE:
             return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
-        text = f"job {self.job_id}: {self._described(state)}"
+        text = state.name
+        if state.nodes and state.name in ("RUNNING", "COMPLETING"):
+            text = f"{state.name} on {state.nodes}"
+        if state.name == "PENDING":
+            text = state.text if self.record is None else explained(state, **self.record.request)
         if text != self._printed:
             if self._ended:
                 self.tail.read()  # the job's last lines come before its end
-            say(text)
+            say(f"job {self.job_id}: {text}")
             self._printed = text
             self._note(state, self._ended)
 
@@ -187,13 +191,6 @@ class JobFollower:
                 f"no usable answer from squeue for {self.patience_s:.0f} s ({trouble}); job {self.job_id} "
                 f"may still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
             )
-
-    def _described(self, state: JobState) -> str:
-        if state.name == "PENDING":
-            return state.text if self.record is None else explained(state, **self.record.request)
-        return (
-            f"{state.name} on {state.nodes}" if state.nodes and state.name in ("RUNNING", "COMPLETING") else state.name
-        )
 
 
 def save_job(
