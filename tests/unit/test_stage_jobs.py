@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cellmill.cli import main
 from cellmill.launch.queue import QueuedJob, StageWatch, stage_jobs, waiting_lines
 from cellmill.runs.jobs import JobState
+from tests.unit.test_status import results, run_of, squeue, status
+
+__all__ = ["results"]
 
 
-@pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that puts a squeue with these lines, and nothing else, on PATH."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    (tmp_path / "bin").mkdir()
-
-    def answers(*lines: str) -> None:
-        text = "".join(f"{line}\n" for line in lines)
-        (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}END\n")
-        (tmp_path / "bin" / "squeue").chmod(0o755)
-
-    return answers
-
-
-def test_status_names_the_stages_of_this_workflow_that_wait(
-    tmp_path: Path, squeue: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "results" / "runs").mkdir(parents=True)
-    (tmp_path / ".snakemake").mkdir()
-    here, elsewhere = tmp_path, tmp_path / "bin"
+def test_status_names_the_stages_of_this_workflow_that_wait(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, elsewhere = results.parent, results
+    (here / ".snakemake").mkdir()
+    run_of(results, "one")
     squeue(
+        results,
         f"7|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}",
         f"8|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_two_sim|{here}",
         f"9|PENDING|Priority|30:00|1|rule_vocabulary|{here}",
@@ -42,14 +28,12 @@ def test_status_names_the_stages_of_this_workflow_that_wait(
         f"11|PENDING|Priority|30:00|1|rule_shard_wildcards_sim|{elsewhere}",
         f"12|PENDING|Resources|30:00|2|(null)|{here}",
     )
-    (tmp_path / "results" / "runs" / "one" / "train").mkdir(parents=True)
-    assert main(["status", "--results", str(tmp_path / "results")]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    assert status(results, capsys).splitlines()[2:] == [
         "stage embed: 2 jobs (7, 8): PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
         "lower it in the profile",
         "stage vocabulary: job 9: PENDING (Priority)",
     ]
-    assert [job.name for job in stage_jobs(tmp_path)] == ["embed", "embed", "vocabulary", "shard"]
+    assert [job.name for job in stage_jobs(here)] == ["embed", "embed", "vocabulary", "shard"]
 
 
 def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
