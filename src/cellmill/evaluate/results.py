@@ -17,7 +17,7 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 from cellmill.data.arrays import plain_text
-from cellmill.data.inputs.h5 import change_h5, create_h5, one_line, open_h5, write_anndata
+from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
 from cellmill.errors import DataError
 from cellmill.evaluate.predict import ABOUT_PREDICTION, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
 from cellmill.files import atomic_path
@@ -40,7 +40,7 @@ def append_embedding(source: Path, out: Path, vectors: np.ndarray, about: dict[s
 
     `out` may be `source` itself. Atomic, and so takes the size of `source` on disk; OSError names `out`.
     """
-    with change_h5(out, source) as file:
+    with create_h5(out, copy_of=source) as file:
         put(file, "obsm", KEY, vectors)
         put(file, "uns", ABOUT, about)
 
@@ -208,7 +208,7 @@ def append_prediction(source: Path, out: Path, predicted: Predicted) -> None:
 
     Atomic, and so takes the size of `source` on disk; OSError names `out`.
     """
-    with change_h5(out, source) as file:
+    with create_h5(out, copy_of=source) as file:
         obs = file["obs"]
         if not isinstance(obs, h5py.Group):
             raise DataError(

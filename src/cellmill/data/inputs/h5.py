@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -63,51 +63,31 @@ def check_h5ad(out: Path, option: str) -> None:
 
 
 class NewH5File(h5py.File):
-    """HDF5 file being written or changed."""
+    """HDF5 file being written or changed, through `disk`."""
 
-    def __init__(self, disk: _Disk, mode: Literal["w", "r+"], alignment: int) -> None:
-        super().__init__(disk, mode, alignment_threshold=alignment, alignment_interval=alignment)
-        self._disk = disk
-
-    def raise_if_failed(self) -> None:
-        """Raise the first failed write, if any; to stop early, since closing the file raises it too."""
-        self._disk.raise_if_failed()
+    disk: _Disk
 
 
 @contextmanager
-def create_h5(path: Path, alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
-    """New HDF5 file that replaces `path` when the block ends without an error.
+def create_h5(path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = None) -> Iterator[NewH5File]:
+    """New .h5ad, empty or a copy to change, which replaces `path` when the block ends without an error.
 
-    Arrays and chunks of at least `alignment` bytes begin at a multiple of it.
-
-    Raises OSError naming `path` when the disk is full.
+    Arrays and chunks of at least `alignment` bytes begin at a multiple of it. Raises OSError naming `path` when the
+    disk is full.
     """
-    with named_errors(path), atomic_path(path) as temporary, _written(temporary, "w", alignment) as file:
-        yield file
-
-
-@contextmanager
-def change_h5(path: Path, source: Path) -> Iterator[NewH5File]:
-    """Copy of the HDF5 file `source` to change, which replaces `path` (it may be `source`) when the block ends.
-
-    Raises OSError naming `path` when the disk is full.
-    """
+    aligned = {"alignment_threshold": alignment, "alignment_interval": alignment}
     with named_errors(path), atomic_path(path) as temporary:
-        shutil.copyfile(source, temporary)
-        with _written(temporary, "r+") as file:
-            yield file
-
-
-@contextmanager
-def _written(temporary: Path, mode: Literal["w", "r+"], alignment: int = ALIGNMENT) -> Iterator[NewH5File]:
-    """HDF5 file in `temporary`, which the caller syncs."""
-    with _Disk(temporary, "r+") as disk:
-        try:
-            with NewH5File(disk, mode, alignment) as file:
-                yield file
-        except (OSError, RuntimeError) as error:
-            raise disk.error or error from None
-        disk.raise_if_failed()
+        if copy_of is not None:
+            shutil.copyfile(copy_of, temporary)
+        with _Disk(temporary, "r+") as disk:
+            try:
+                with NewH5File(disk, "w" if copy_of is None else "r+", **aligned) as file:
+                    file.disk = disk
+                    file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+                    yield file
+            except (OSError, RuntimeError) as error:
+                raise disk.error or error from None
+            disk.raise_if_failed()
 
 
 class _Disk(io.FileIO):
@@ -119,6 +99,7 @@ class _Disk(io.FileIO):
     error: OSError | None = None
 
     def raise_if_failed(self) -> None:
+        """Raise the first failed write, if any; to stop early, since closing the file raises it too."""
         if self.error is not None:
             raise self.error
 
@@ -190,32 +171,36 @@ def write_cells(
     `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
     `path` when the disk is full; `path` is then left as it was.
     """
+    layout: dict[str, Any] = {"shape": (nnz,)}
+    if nnz is None:
+        layout = {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
+    elif compression is not None:  # larger chunks are a tenth smaller, but a row is then read with many others
+        layout |= {"chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
-        file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
         group = file.create_group("X")
-        indptr = _write_values(file, group, blocks, _layout(nnz, compression), np.dtype(dtype))
+        indptr = _write_values(file, group, blocks, layout, np.dtype(dtype))
         group.create_dataset("indptr", data=indptr)
         shape = np.array([len(indptr) - 1, len(var)], np.int64)
         group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
-        frame = plain_text(obs() if callable(obs) else obs)
+        frame = obs() if callable(obs) else obs
         assert len(frame) == len(indptr) - 1, f"{len(frame)} obs for {len(indptr) - 1} rows"
-        write_elem(file, "obs", frame)
-        write_elem(file, "var", plain_text(var))
-        for name in ("layers", "obsm", "obsp", "varm", "varp"):
-            write_elem(file, name, {})
         kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
-        write_elem(file, "uns", {"cellmill": kinds} if kinds else {})
+        _write_parts(file, {"obs": frame, "var": var, "uns": {"cellmill": kinds} if kinds else {}})
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:
     """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses."""
-    file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
     if adata.X is not None:
         write_elem(file, "X", adata.X)
-    for name in ("obs", "var"):
-        write_elem(file, name, plain_text(getattr(adata, name)))
-    for name in ("layers", "obsm", "obsp", "uns", "varm", "varp"):
-        write_elem(file, name, dict(getattr(adata, name)))
+    _write_parts(file, {name: getattr(adata, name) for name in _PARTS})
+
+
+_PARTS = ("obs", "var", "layers", "obsm", "obsp", "varm", "varp", "uns")
+
+
+def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:
+    for name in _PARTS:
+        write_elem(file, name, plain_text(parts[name]) if name in ("obs", "var") else dict(parts.get(name, {})))
 
 
 def _write_values(
@@ -234,18 +219,8 @@ def _write_values(
         if block.nnz:
             data[start:stop] = block.data.astype(dtype, copy=False)
             indices[start:stop] = block.indices
-            file.raise_if_failed()
+            file.disk.raise_if_failed()
         indptr.append(start + block.indptr[1:].astype(np.int64))
         start = stop
     assert start == len(data), f"expected {len(data)} values, got {start}"
     return np.concatenate(indptr)
-
-
-def _layout(nnz: int | None, compression: Literal["gzip"] | None) -> dict[str, Any]:
-    """Arguments of h5py for an array of `nnz` values; None is for one that grows."""
-    if nnz is None:
-        return {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
-    if compression is None:
-        return {"shape": (nnz,)}
-    # larger chunks are a tenth smaller, but a row is then read with many others
-    return {"shape": (nnz,), "chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}

@@ -5,7 +5,6 @@ A cell is a row of obs, a gene a row of a measurement's var, both numbered by `s
 refused.
 """
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,8 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import one_line, reading
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.inputs.source import CountSource, as_obs
-from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.data.inputs.source import CountSource, as_obs, optional_package
+from cellmill.errors import DataError, did_you_mean
 
 _MARK = "__tiledb_group.tdb"
 _ROWS = "soma_joinid"
@@ -44,7 +43,7 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
     `name` stands for the input in messages. Raises DataError when it is no experiment, the filter is none or keeps no
     cell, and ConfigError without tiledbsoma.
     """
-    soma = _tiledbsoma()
+    soma = optional_package("tiledbsoma", "soma")
     with reading(name):
         context = soma.SOMATileDBContext(tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {})
         experiment = soma.open(uri, context=context)
@@ -57,13 +56,13 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
             for part in (experiment.obs, measurement.var, array):
                 if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
                     raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
-            obs, var = _cells(name, experiment.obs, value_filter), _table(measurement.var)
+            obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
             if not len(obs):
                 raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
             matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
             others = [other for other in measurement.X if other != layer]
-            names = (*_CELLS, *_index_of(experiment.obs)), (*_GENES, *_index_of(measurement.var))
-            source = CountSource(name, counts, matrix, _named(obs, names[0]), _named(var, names[1]), others)
+            tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
+            source = CountSource(name, counts, matrix, *tables, others)
         except BaseException:
             experiment.close()
             raise
@@ -96,13 +95,6 @@ class SomaMatrix(StoredMatrix):
                 yield sp.csr_matrix((values, (at[0], at[1])), shape=(len(cells), self.shape[1]))
 
 
-def _tiledbsoma() -> Any:
-    try:
-        return importlib.import_module("tiledbsoma")
-    except ImportError:
-        raise ConfigError("a SOMA experiment requires tiledbsoma: pip install 'cellmill[soma]'") from None
-
-
 def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:
     """Item `wanted` of a collection; if `only`, its single item."""
     known = sorted(collection)
@@ -113,31 +105,25 @@ def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = Tr
     raise DataError(f"{name}: no {kind} {wanted!r}; {did_you_mean(wanted, known)}")
 
 
-def _cells(name: Path, frame: Any, value_filter: str | None) -> pd.DataFrame:
-    if value_filter is None:
-        return _table(frame)
+def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFrame:
     try:
-        return _table(frame, value_filter)
+        table = frame.read(value_filter=value_filter).concat().to_pandas()
     except Exception as error:  # tiledbsoma raises errors of many kinds, some with a traceback in their text
+        if value_filter is None:
+            raise
         words = one_line(error).split(" At: ")[0].removeprefix("SOMAError: ").strip("' ")
         raise DataError(f"{name}: filter {value_filter!r}: {words}") from None
-
-
-def _table(frame: Any, value_filter: str | None = None) -> pd.DataFrame:
-    table = frame.read(value_filter=value_filter).concat().to_pandas()
     return table.sort_values(_ROWS, ignore_index=True)
 
 
-def _index_of(frame: Any) -> tuple[str, ...]:
-    """Column of the names of the AnnData that the experiment was made of, if it says which that is."""
+def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFrame:
+    """Columns of `table`, indexed by the first of `names` that it has, else by number.
+
+    Last comes the index of the AnnData that the experiment was written from, if it says which column that is.
+    """
     written = frame.metadata.get("soma_dataframe_original_index_name")
-    name = json.loads(written) if isinstance(written, str) else None
-    return (name,) if isinstance(name, str) else ()
-
-
-def _named(table: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
-    """Columns of `table`, indexed by the first of `names` that it has, else by number."""
-    index = next((name for name in names if name in table), _ROWS)
+    original = json.loads(written) if isinstance(written, str) else None
+    index = next((name for name in (*names, original) if name in table), _ROWS)
     kept = table.drop(columns=[index, *({_ROWS} - {index})])
     symbols = {"symbol": kept["feature_name"]} if "feature_name" in kept else {}
     return as_obs(kept.assign(**symbols), table[index].astype(str).tolist())

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import reading
 from cellmill.data.inputs.matrices import REAL, WHOLE, StoredMatrix, native, require_kind
-from cellmill.data.inputs.source import CountSource, as_obs, import_arrow
+from cellmill.data.inputs.source import CountSource, as_obs, optional_package
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
@@ -106,7 +106,7 @@ def _obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
         path = folder / f"shard_{number:03d}" / "obs.parquet"
         if not path.is_file():
             continue
-        parquet = import_arrow("pyarrow.parquet")
+        parquet = optional_package("pyarrow.parquet", "arrow")
         with reading(path):
             frame = parquet.read_table(path, memory_map=True).to_pandas()
         if len(frame.columns) and len(frame) != n:

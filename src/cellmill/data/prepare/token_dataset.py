@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, reading, write_cells
-from cellmill.data.inputs.source import as_obs, import_arrow
+from cellmill.data.inputs.source import as_obs, optional_package
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
 
@@ -34,7 +34,7 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
     `tokens` are the numbers of genes and special tokens by name, `genes` those with a median. Raises DataError when the
     dataset is damaged, has a token that is no gene with a median, or a cell has a gene twice.
     """
-    arrow, files = import_arrow(), _data_files(folder)
+    arrow, files = optional_package("pyarrow", "arrow"), _data_files(folder)
     obs, left_out = _read_obs(folder, arrow, files)
     column = np.full(max(tokens.values()) + 1, _UNKNOWN, np.int32)
     column[[int(tokens[name]) for name in _ENDS if name in tokens]] = _NO_GENE
