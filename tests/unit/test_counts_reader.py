@@ -134,11 +134,8 @@ def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path
             array = file["X"][name]
             assert (array.dtype.str, array.chunks, array.compression) == (dtype, None, None)
             assert array.id.get_offset() % 4096 == 0
-        assert dict(file["X"].attrs) | {"shape": None} == {
-            "encoding-type": "csr_matrix",
-            "encoding-version": "0.1.0",
-            "shape": None,
-        }
+        attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": None}
+        assert dict(file["X"].attrs) | {"shape": None} == attributes
     back = ad.read_h5ad(path)
     assert (matrix != back.X).nnz == 0
     pd.testing.assert_frame_equal(back.obs, obs)
@@ -192,24 +189,19 @@ def spoil(value: float) -> np.ndarray:
 NO_OTHER = "the file has no other matrix; use a file with raw counts"
 
 
+LOGS = f"is fractional: it looks log-transformed; {NO_OTHER}"
+AT = "(cell 'cell_1', gene 'gene_2')"
+
+
 @pytest.mark.parametrize(
     ("matrix", "text"),
     [
-        (spoil(-1), f"-1 (cell 'cell_1', gene 'gene_2') is negative: it looks scaled; {NO_OTHER}"),
-        (spoil(2.5), f"2.5 (cell 'cell_1', gene 'gene_2') is fractional: it looks normalised; {NO_OTHER}"),
-        (
-            np.log1p(spoil(3)),
-            f"0.693147 (cell 'cell_0', gene 'gene_0') is fractional: it looks log-transformed; {NO_OTHER}",
-        ),
-        (
-            spoil(float("nan")),
-            "nan (cell 'cell_1', gene 'gene_2') is not finite; counts are whole numbers from 0",
-        ),
-        (
-            spoil(float("inf")),
-            "inf (cell 'cell_1', gene 'gene_2') is not finite; counts are whole numbers from 0",
-        ),
-        (spoil(1e12), "1e+12 (cell 'cell_1', gene 'gene_2') is too large; the limit is 2^32 - 1"),
+        (spoil(-1), f"-1 {AT} is negative: it looks scaled; {NO_OTHER}"),
+        (spoil(2.5), f"2.5 {AT} is fractional: it looks normalised; {NO_OTHER}"),
+        (np.log1p(3 * np.eye(3)), f"1.38629 (cell 'cell_0', gene 'gene_0') {LOGS}"),
+        (spoil(float("nan")), f"nan {AT} is not finite; counts are whole numbers from 0"),
+        (spoil(float("inf")), f"inf {AT} is not finite; counts are whole numbers from 0"),
+        (spoil(1e12), f"1e+12 {AT} is too large; the limit is 2^32 - 1"),
     ],
 )
 @pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, sp.csc_matrix])

@@ -176,21 +176,19 @@ def loom(chunks: Any) -> Callable[[sp.csr_matrix, Path], Path]:
     return write
 
 
-def zstd(counts: sp.csr_matrix, folder: Path) -> Path:
-    hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
-    return with_filter(**hdf5plugin.Zstd())(counts, folder)
+def plugin_filter(name: str) -> Callable[[sp.csr_matrix, Path], Path]:
+    def write(counts: sp.csr_matrix, folder: Path) -> Path:
+        hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
+        return with_filter(**getattr(hdf5plugin, name)())(counts, folder)
 
-
-def blosc(counts: sp.csr_matrix, folder: Path) -> Path:
-    hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
-    return with_filter(**hdf5plugin.Blosc())(counts, folder)
+    return write
 
 
 FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
     "gzip": with_filter(compression="gzip", shuffle=True),
     "lzf": with_filter(compression="lzf"),
-    "zstd": zstd,
-    "blosc": blosc,
+    "zstd": plugin_filter("Zstd"),
+    "blosc": plugin_filter("Blosc"),
     "big-endian csr": big_endian(sp.csr_matrix),
     "big-endian csc": big_endian(sp.csc_matrix),
     "big-endian dense": big_endian(sp.csr_matrix.toarray),
@@ -330,54 +328,34 @@ def test_bytes_of_other_files_are_never_counts(counts: sp.csr_matrix, tmp_path: 
 
 
 def test_arrays_of_odd_form_are_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
-    def spoiled(change: Callable[[h5py.File], None]) -> str:
+    def spoiled(**values: Any) -> str:
+        """The refusal of a file with other arrays, or another `shape`; None removes one."""
         path = h5ad(counts, tmp_path / "odd.h5ad")
         with h5py.File(path, "a") as file:
-            change(file)
+            for name, value in values.items():
+                owner = file["X"].attrs if name == "shape" else file if name == "obs" else file["X"]
+                del owner[name]
+                if isinstance(value, dict):
+                    owner.create_dataset(name, **value)
+                elif value is not None:
+                    owner[name] = file["/"] if isinstance(value, str) and value == "loop" else value
         return refusal(path).removeprefix(f"{path}: ")
 
-    def replaced(name: str, value: Any) -> Callable[[h5py.File], None]:
-        def change(file: h5py.File) -> None:
-            del file[name]
-            if value is not None:
-                file[name] = value
-
-        return change
-
-    def shaped(value: Any) -> Callable[[h5py.File], None]:
-        def change(file: h5py.File) -> None:
-            del file["X"].attrs["shape"]
-            if value is not None:
-                file["X"].attrs["shape"] = value
-
-        return change
-
     for value in (None, 5, [1, 2, 3], "wide", [2.5, 1.0], [[1, 2], [3, 4]]):
-        assert spoiled(shaped(value)).startswith("X is damaged: expected a shape of two whole numbers, got ")
-    assert "is outside 0 to" in spoiled(shaped([-1, 37]))
-    assert spoiled(shaped([10**12, 37])).startswith("X is damaged: shape (1000000000000, 37) is outside 0 to")
+        assert spoiled(shape=value).startswith("X is damaged: expected a shape of two whole numbers, got ")
+    assert "is outside 0 to" in spoiled(shape=[-1, 37])
+    assert spoiled(shape=[10**12, 37]).startswith("X is damaged: shape (1000000000000, 37) is outside 0 to")
     for name in ("data", "indices", "indptr"):
-        assert spoiled(replaced(f"X/{name}", 3)).startswith(f"X/{name} is damaged: expected 1 dimensions, got shape ()")
-        assert "expected 1 dimensions" in spoiled(replaced(f"X/{name}", counts.toarray()))
-        assert f"X/{name} expected " in spoiled(replaced(f"X/{name}", np.array([b"text"] * 3)))
-        assert spoiled(replaced(f"X/{name}", None)) == f"X/{name} is missing"
-        assert spoiled(replaced(f"X/{name}", h5py.SoftLink(f"/X/{name}"))).startswith("damaged: ")
-    assert spoiled(replaced("X/indptr", np.arange(5.0))) == "X/indptr expected whole numbers, got float64"
-
-    def huge(file: h5py.File) -> None:
-        for name in ("data", "indices"):
-            del file[f"X/{name}"]
-            file["X"].create_dataset(name, (10**12,), "f4" if name == "data" else "i4", chunks=(1 << 16,))
-        del file["X/indptr"]
-        file["X/indptr"] = np.array([0] + [10**12] * 230)
-
-    assert "is damaged: it declares 4,000,000,000,000 bytes in shape (1000000000000,) and stores 0" in spoiled(huge)
-
-    def loop(file: h5py.File) -> None:
-        del file["obs"]
-        file["obs"] = file["/"]
-
-    assert "cannot be read" in spoiled(loop)
+        assert spoiled(**{name: 3}).startswith(f"X/{name} is damaged: expected 1 dimensions, got shape ()")
+        assert "expected 1 dimensions" in spoiled(**{name: counts.toarray()})
+        assert f"X/{name} expected " in spoiled(**{name: np.array([b"text"] * 3)})
+        assert spoiled(**{name: None}) == f"X/{name} is missing"
+        assert spoiled(**{name: h5py.SoftLink(f"/X/{name}")}).startswith("damaged: ")
+    assert spoiled(indptr=np.arange(5.0)) == "X/indptr expected whole numbers, got float64"
+    huge = {name: {"shape": (10**12,), "dtype": "i4", "chunks": (1 << 16,)} for name in ("data", "indices")}
+    declared = "is damaged: it declares 4,000,000,000,000 bytes in shape (1000000000000,) and stores 0"
+    assert declared in spoiled(**huge, indptr=np.array([0] + [10**12] * 230))
+    assert "cannot be read" in spoiled(obs="loop")
 
 
 def test_special_files_are_refused(counts: sp.csr_matrix, tmp_path: Path) -> None:
