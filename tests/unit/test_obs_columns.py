@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import h5py
@@ -45,6 +46,21 @@ def obs() -> pd.DataFrame:
     )
     frame.loc["cell_0", "assay"] = None
     return frame
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Look up the names of the table's one dataset, `columns` by name, before anything runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(path: Path | str, options: str = "", **columns: str) -> None:
+        row = {"dataset": "one", "path": str(path), **columns}
+        Path("t.tsv").write_text("\t".join(row) + "\n" + "\t".join(row.values()) + "\n")
+        corpus = "corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n"
+        Path("c.yaml").write_text(corpus + options)
+        check_datasets(load_config(Path("c.yaml")))
+
+    return run
 
 
 @pytest.fixture
@@ -195,44 +211,36 @@ def as_loom(raw: Path) -> Path:
 
 @pytest.mark.parametrize("form", [lambda raw: as_zarr(raw, 2), lambda raw: as_zarr(raw, 3), as_loom])
 def test_columns_and_counts_of_other_formats_are_looked_for_too(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Callable[[Path], Path]
+    raw: Path, check: Callable[..., None], form: Callable[[Path], Path]
 ) -> None:
     path = form(raw)
-    monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")
-
-    def check(counts: str, label: str) -> None:
-        Path("t.tsv").write_text(f"dataset\tpath\tcounts\tlabel\none\t{path}\t{counts}\t{label}\n")
-        check_datasets(load_config(Path("c.yaml")))
-
-    check("X", "guide")
+    check(path, counts="X", label="guide")
     with pytest.raises(UserError, match=r"has no obs column 'gide' \(label\); did you mean 'guide'\?"):
-        check("X", "gide")
+        check(path, counts="X", label="gide")
     with pytest.raises(UserError, match=r"has no matrix 'spliced' \(counts\)"):
-        check("spliced", "guide")
+        check(path, counts="spliced", label="guide")
 
 
 def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Path, tmp_path: Path) -> None:
-    with declared_names(raw) as names:
-        assert names is not None
-        columns = names.columns
-    with h5py.File(raw, "a") as file:
-        file["obs"].attrs["column-order"] = np.array(columns, "S")
-    with declared_names(raw) as names:
-        assert names is not None
-        assert names.columns == columns
-        assert names.categories_of("guide")
-    with h5py.File(raw, "a") as file:
+    def names_after(change: Callable[[h5py.File], None]) -> tuple[list[str], list[str] | None] | None:
+        with h5py.File(raw, "a") as file:
+            change(file)
+        with declared_names(raw) as names:
+            return None if names is None else (names.columns, names.categories_of("guide"))
+
+    def order(value: Any) -> Callable[[h5py.File], None]:
+        return lambda file: file["obs"].attrs.__setitem__("column-order", value)
+
+    def spoil(file: h5py.File) -> None:
         del file["obs/guide/categories"]
         file["obs/guide/categories"] = 7
-    with declared_names(raw) as names:
-        assert names is not None
-        assert names.categories_of("guide") is None
-    for damaged in (h5py.Empty("S4"), 3):
-        with h5py.File(raw, "a") as file:
-            file["obs"].attrs["column-order"] = damaged
-        with declared_names(raw) as names:
-            assert names is None
+
+    known = names_after(lambda file: None)
+    assert known is not None
+    assert known[1] == ["MYC", "NT", "TP53"]
+    assert names_after(order(np.array(known[0], "S"))) == known
+    assert names_after(spoil) == (known[0], None)
+    assert [names_after(order(damaged)) for damaged in (h5py.Empty("S4"), 3)] == [None, None]
     (tmp_path / "c.zarr" / "obs").mkdir(parents=True)
     for text in ("{}", "[]", '"text"', "null", '{"attributes": 3}'):
         (tmp_path / "c.zarr" / "obs" / "zarr.json").write_text(text)
@@ -240,69 +248,52 @@ def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Pa
             assert names is None
 
 
-CHECKED: dict[str, tuple[str, str, str]] = {
-    "label": ("label\ncel_type", "", "t.tsv: dataset one: {raw} has no obs column 'cel_type' (label)"),
-    "filter": ("filter\nasay == 'a'", "", "t.tsv: dataset one: {raw} has no obs column 'asay' (filter)"),
-    "counts": ("counts\nspliced", "", "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)"),
-    "control": (
-        "perturbation\tcontrol\nguide\tNo",
-        "",
-        "t.tsv: dataset one: {raw} has no 'No' (control) in obs column 'guide'",
-    ),
-    "keep_obs": ("label\nguide", "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),
-    "split": ("label\nguide", "shard: {split_by: donor}", "corpora.c.shard.split_by: not all datasets have an obs"),
-    "covariate": (
-        "donor\nlane",
-        "tokens: {covariates: [donors]}",
-        "runs.r.tokens.covariates: no dataset of its corpus has an obs column 'donors'; did you mean 'donor'?",
-    ),
-    "nothing": ("donor\tlabel\nlane\tguide", "shard: {split_by: donor}", ""),
-}
-
-
 @pytest.mark.parametrize("form", ["plain", "values and mask"])
 def test_repeated_names_of_cells_are_found_before_anything_runs(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    raw: Path, check: Callable[..., None], form: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with h5py.File(raw, "r+") as file:
         names = file["obs"][file["obs"].attrs["_index"]]
         names[3], names[4], names[6] = names[1], names[1], names[5]
+        texts, place = names[:], names.name
         if form != "plain":
-            texts, place = names[:], names.name
             del file[place]
             file[f"{place}/values"], file[f"{place}/mask"] = texts, np.zeros(len(texts), bool)
-        first = names[1].decode() if form == "plain" else texts[1].decode()
-    Path("t.tsv").write_text(f"dataset\tpath\none\t{raw}\n")
-    Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")
     with pytest.raises(UserError) as caught:
-        check_datasets(load_config(Path("c.yaml")))
+        check(raw)
     assert str(caught.value) == (
-        f"t.tsv: dataset one: {raw}: obs names are not unique: {first!r} occurs 3 times and 1 more repeat; call "
-        "obs_names_make_unique() and write the file again"
+        f"t.tsv: dataset one: {raw}: obs names are not unique: {texts[1].decode()!r} occurs 3 times and 1 more repeat; "
+        "call obs_names_make_unique() and write the file again"
     )
+
+
+WHERE = "t.tsv: dataset one: {raw} has no "
+CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
+    "label": ({"label": "cel_type"}, "", f"{WHERE}obs column 'cel_type' (label)"),
+    "filter": ({"filter": "asay == 'a'"}, "", f"{WHERE}obs column 'asay' (filter)"),
+    "counts": ({"counts": "spliced"}, "", f"{WHERE}matrix 'spliced' (counts)"),
+    "control": ({"perturbation": "guide", "control": "No"}, "", f"{WHERE}'No' (control) in obs column 'guide'"),
+    "keep_obs": ({}, "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),
+    "split": ({}, "shard: {split_by: donor}", "corpora.c.shard.split_by: not all datasets have an obs"),
+    "covariate": (
+        {"donor": "lane"},
+        "tokens: {covariates: [donors]}",
+        "runs.r.tokens.covariates: no dataset of its corpus has an obs column 'donors'; did you mean 'donor'?",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CHECKED)
-def test_columns_are_looked_for_before_anything_runs(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_columns_are_looked_for_before_anything_runs(raw: Path, check: Callable[..., None], case: str) -> None:
     columns, options, message = CHECKED[case]
-    header, values = columns.split("\n")
-    monkeypatch.chdir(tmp_path)
-    Path("t.tsv").write_text(f"dataset\tpath\t{header}\none\t{raw}\t{values}\n")
-    Path("c.yaml").write_text(
-        f"corpora: {{c: {{table: t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n{options}\n"
-    )
-    pipeline = load_config(Path("c.yaml"))
-    if not message:
-        check_datasets(pipeline)
-        return
     with pytest.raises(UserError) as caught:
-        check_datasets(pipeline)
+        check(raw, options, **columns)
     assert str(caught.value).startswith(message.format(raw=raw))
-    Path("t.tsv").write_text(f"dataset\tpath\t{header}\none\tnot-made-yet.h5ad\t{values}\n")
-    check_datasets(pipeline)  # left to stage preprocess
+    check("not-made-yet.h5ad", options, **columns)  # left to stage preprocess
+
+
+def test_columns_that_the_table_gives_are_known_before_anything_runs(raw: Path, check: Callable[..., None]) -> None:
+    check(raw, "shard: {split_by: donor}", donor="lane", label="guide")
 
 
 def test_fractional_counts_are_rounded_when_asked_and_normalised_ones_are_not(make_h5ad: Make, tmp_path: Path) -> None:

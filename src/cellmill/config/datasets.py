@@ -91,7 +91,7 @@ class ObsColumns(Section):
         return value
 
     @model_validator(mode="after")
-    def _each_label_has_a_name(self) -> Self:
+    def _labels_have_names_and_control_a_column(self) -> Self:
         labels, names = self.labels, self.label_names
         for key in ("label_name", "label_map"):
             given = getattr(self, key)
@@ -104,10 +104,6 @@ class ObsColumns(Section):
                 raise ValueError(
                     f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _control_is_of_something(self) -> Self:
         if self.control is not None and self.controlled is None:
             raise ValueError("control is a value of the perturbation or the condition; name one of these columns too")
         return self

@@ -204,25 +204,20 @@ def text_index(index: pd.Index) -> pd.Index:
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with text of dtype object in its index, columns and categories; columns with missing text are
     categories."""
-    made = {name: _plain(frame[name]) for name in frame.columns if _is_text(frame[name])}
-    frame = frame.assign(**made) if made else frame
-    return frame.set_axis(_plain_index(frame.index), axis=0)
-
-
-def _is_text(column: pd.Series) -> bool:
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        return isinstance(column.cat.categories.dtype, pd.StringDtype)
-    return isinstance(column.dtype, pd.StringDtype) or (column.dtype == object and bool(column.isna().any()))
+    changed = {name: plain for name in frame.columns if (plain := _plain(frame[name])) is not None}
+    index = frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
+    return frame.assign(**changed).set_axis(index, axis=0)
 
 
 def _plain(column: pd.Series) -> Any:
+    """The column as text of dtype object or categories of it; None if it stays as it is."""
     if isinstance(column.dtype, pd.CategoricalDtype):
-        return column.cat.rename_categories(_plain_index(column.cat.categories))
+        names = column.cat.categories
+        return column.cat.rename_categories(names.astype(object)) if isinstance(names.dtype, pd.StringDtype) else None
+    is_string = isinstance(column.dtype, pd.StringDtype)
+    if not is_string and column.dtype != object:
+        return None
     if not column.isna().any():
-        return column.astype(object)
+        return column.astype(object) if is_string else None
     codes, values = pd.factorize(column.astype(object).map(str, na_action="ignore"), sort=True)
     return pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))
-
-
-def _plain_index(index: pd.Index) -> pd.Index:
-    return index.astype(object) if isinstance(index.dtype, pd.StringDtype) else index

@@ -30,8 +30,9 @@ def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
 
     Whatever else is wrong with a file is left to its reader.
     """
-    files = {_identity(path): path for path in paths if is_hdf5(path)}
-    new = {key: path for key, path in files.items() if key not in _known}
+    files = {path: path.stat() for path in paths if is_hdf5(path)}
+    keys = {(str(path.absolute()), at.st_size, at.st_mtime_ns): path for path, at in files.items()}
+    new = {key: path for key, path in keys.items() if key not in _known}
     if not new:
         return
     command = [sys.executable, "-P", "-m", "cellmill.data.inputs.h5_walk", str(limit_s)]
@@ -57,11 +58,6 @@ def is_hdf5(path: Path) -> bool:
     except OSError:
         return False
     return any(start[at : at + len(_SIGNATURE)] == _SIGNATURE for at in (0, 512, 1024, 2048))
-
-
-def _identity(path: Path) -> tuple[str, int, int]:
-    status = path.stat()
-    return str(path.absolute()), status.st_size, status.st_mtime_ns
 
 
 def _walk(path: bytes) -> None:
