@@ -21,15 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import h5py
 import numpy as np
-import pandas as pd
-import scipy.io
 import scipy.sparse as sp
 
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import UserError
+from tests.unit.test_inputs import h5ad, in_zarr, loom, matrix_market, tenx_v3, with_filter
 
 TIMEOUT_S = 100
 MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
@@ -37,31 +35,17 @@ ODD = (-1, 0, 3, 10**6, 2**31, 2**62, 1.5, float("nan"), "text", b"\xff", [], [1
 
 
 def write_bases(folder: Path) -> None:
-    """One small input of each format."""
-    random = np.random.default_rng(0)
-    counts = sp.csr_matrix(random.poisson(1.0, (23, 11)).astype(np.float32))
-    obs = pd.DataFrame({"kind": pd.Categorical(["a", "b"] * 11 + ["a"]), "depth": np.arange(23.0)})
-    obs.index, var = [f"c{i}" for i in range(23)], pd.DataFrame(index=[f"g{j}" for j in range(11)])
-    for name, matrix in {"csr": counts, "csc": sp.csc_matrix(counts), "dense": counts.toarray()}.items():
-        cells = ad.AnnData(matrix, obs, var)
-        cells.write_h5ad(folder / f"{name}.h5ad", compression="gzip" if name == "csr" else None)
+    """One input of each format."""
+    counts = sp.csr_matrix(np.random.default_rng(0).poisson(1.0, (230, 37)).astype(np.float32))
+    for name, form in {"csr": sp.csr_matrix, "csc": sp.csc_matrix, "dense": sp.csr_matrix.toarray}.items():
+        h5ad(form(counts), folder / f"{name}.h5ad")
         for version in (2, 3):
-            with ad.settings.override(zarr_write_format=version):
-                cells.write_zarr(folder / f"{name}{version}.zarr")
-    with h5py.File(folder / "tenx.h5", "w") as file:
-        for name in ("data", "indices", "indptr"):
-            file[f"matrix/{name}"] = getattr(counts.astype(np.int32), name)
-        file["matrix/shape"], file["matrix/barcodes"] = counts.shape[::-1], np.array(obs.index, "S")
-        for name in ("id", "name", "feature_type", "genome"):
-            file[f"matrix/features/{name}"] = np.array(var.index, "S")
-    with h5py.File(folder / "cells.loom", "w") as file:
-        file["matrix"] = counts.toarray().T
-        file["row_attrs/Gene"], file["col_attrs/CellID"] = np.array(var.index, "S"), np.array(obs.index, "S")
-    market = folder / "market"
-    market.mkdir()
-    scipy.io.mmwrite(market / "matrix.mtx", counts.T.astype(int), field="integer")
-    (market / "features.tsv").write_text("".join(f"{gene}\n" for gene in var.index))
-    (market / "barcodes.tsv").write_text("".join(f"{cell}\n" for cell in obs.index))
+            in_zarr(form, version)(counts, folder).rename(folder / f"{name}{version}.zarr")
+    with_filter(compression="gzip")(counts, folder)
+    tenx_v3(counts, folder)
+    loom(None)(counts, folder)
+    (folder / "market").mkdir()
+    matrix_market("", "features", "integer", by_gene=False)(counts, folder / "market")
 
 
 def mutate(path: Path, random: np.random.Generator) -> str:

@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Path]
 CELLS = [f"cell_{i}" for i in range(230)]
 GENES = [f"gene_{j}" for j in range(37)]
+OBS = pd.DataFrame({"kind": pd.Categorical(["a", "b"] * 115), "depth": np.arange(230.0)}, CELLS)
 
 
 def read(path: Path, matrix: str = "X", block: int = 50) -> sp.csr_matrix:
@@ -56,13 +57,13 @@ def refusal(path: Path, matrix: str = "X") -> str:
 
 
 def h5ad(matrix: Any, path: Path) -> Path:
-    ad.AnnData(matrix, pd.DataFrame(index=CELLS), pd.DataFrame(index=GENES)).write_h5ad(path)
+    ad.AnnData(matrix, OBS, pd.DataFrame(index=GENES)).write_h5ad(path)
     return path
 
 
 def in_zarr(form: Any, version: int) -> Callable[[sp.csr_matrix, Path], Path]:
     def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        cells = ad.AnnData(form(counts), pd.DataFrame(index=CELLS), pd.DataFrame(index=GENES))
+        cells = ad.AnnData(form(counts), OBS, pd.DataFrame(index=GENES))
         with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
             warnings.simplefilter("ignore")
             cells.write_zarr(folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None)
@@ -107,12 +108,16 @@ def big_endian(form: Any) -> Callable[[sp.csr_matrix, Path], Path]:
     return write
 
 
+def write_arrays(group: h5py.Group, counts: sp.csr_matrix) -> None:
+    for name in ("data", "indices", "indptr"):
+        group[name] = getattr(counts, name)
+
+
 def legacy(counts: sp.csr_matrix, folder: Path) -> Path:
     """As anndata 0.6 wrote it."""
     path = folder / "old.h5ad"
     with h5py.File(path, "w") as file:
-        for name in ("data", "indices", "indptr"):
-            file[f"X/{name}"] = getattr(counts, name)
+        write_arrays(file.create_group("X"), counts)
         file["X"].attrs.update({"h5sparse_format": b"csr", "h5sparse_shape": counts.shape})
         for name, names in (("obs", CELLS), ("var", GENES)):
             codes = np.arange(len(names), dtype="i1") % 2
@@ -123,9 +128,7 @@ def legacy(counts: sp.csr_matrix, folder: Path) -> Path:
 
 def tenx_v3(counts: sp.csr_matrix, folder: Path) -> Path:
     with h5py.File(folder / "filtered_feature_bc_matrix.h5", "w") as file:
-        stored = counts.astype(np.int32)
-        for name in ("data", "indices", "indptr"):
-            file[f"matrix/{name}"] = getattr(stored, name)
+        write_arrays(file.create_group("matrix"), counts.astype(np.int32))
         file["matrix/shape"] = counts.shape[::-1]
         file["matrix/barcodes"] = np.array(CELLS, "S")
         kinds = ["Gene Expression", "gene expression", "GENE EXPRESSION", ""] * 9 + ["Antibody Capture"]
@@ -137,9 +140,7 @@ def tenx_v3(counts: sp.csr_matrix, folder: Path) -> Path:
 
 def tenx_v2(counts: sp.csr_matrix, folder: Path, genome: str = "GRCh38") -> Path:
     with h5py.File(folder / "filtered_gene_bc_matrices.h5", "a") as file:
-        stored = counts.astype(np.int32)
-        for name in ("data", "indices", "indptr"):
-            file[f"{genome}/{name}"] = getattr(stored, name)
+        write_arrays(file.create_group(genome), counts.astype(np.int32))
         file[f"{genome}/shape"] = counts.shape[::-1]
         file[f"{genome}/barcodes"] = np.array(CELLS, "S")
         file[f"{genome}/genes"] = np.array(GENES, "S")
