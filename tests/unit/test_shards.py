@@ -15,12 +15,13 @@ import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
-from cellmill.data.arrays import inverse_medians, rank_order
+from cellmill.data.arrays import inverse_medians
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
+from tests.unit.test_gene_ranking import rank_order
 
 
 def shard_files(manifest: Manifest) -> list[Path]:

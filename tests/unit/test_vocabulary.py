@@ -54,18 +54,6 @@ def test_a_median_is_within_half_a_percent_at_the_ends_of_the_range(value: float
     assert medians.medians()[0] == pytest.approx(value, rel=0.005)
 
 
-def test_merged_medians_equal_those_of_one_pass_in_any_order() -> None:
-    random = np.random.default_rng(1)
-    genes, values = random.integers(0, 5, 900), random.lognormal(0, 2, 900)
-    whole, left, right = Medians(5), Medians(5), Medians(5)
-    whole.add(genes, values)
-    right.add(genes[::-2], values[::-2])
-    left.add(genes[-2::-2], values[-2::-2])
-    left.merge(right)
-    assert (left.medians() == whole.medians()).all()
-    assert (left.counts() == np.bincount(genes)).all()
-
-
 def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path, tmp_path: Path) -> None:
     data = ad.read_h5ad(simulated)
     paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]

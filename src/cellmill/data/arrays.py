@@ -151,15 +151,10 @@ def rank_buckets(places: np.ndarray) -> np.ndarray:
     return np.frexp(places + 1)[1] - 1
 
 
-def rank_order(genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Genes (int32) and counts of one cell by count / median descending, ties by gene ascending."""
-    return rank_order_rows(np.array([0, len(genes)]), genes, counts, inverse_median)
-
-
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`rank_order` of many cells at once: genes as int32 and counts in their own dtype, both `(nonzeros,)`.
+    """Genes (int32) and counts of each cell by count / median descending, ties by gene ascending; `(nonzeros,)`.
 
     `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and `counts`, `(nonzeros,)`,
     are in any order within a cell, each gene at most once, at most 2**32 in all.

@@ -54,9 +54,6 @@ class Medians:
         bins += np.multiply(genes, _BINS, dtype=np.int64)
         np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
 
-    def merge(self, other: Medians) -> None:
-        self._bins += other._bins
-
     def counts(self) -> np.ndarray:
         """Number of values of each gene, int64."""
         return self._bins.sum(axis=1, dtype=np.int64)
