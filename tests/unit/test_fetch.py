@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -145,6 +146,8 @@ def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
         file.unlink()
     (folder / ".incomplete-0badc0de").mkdir()
     (folder / ".incomplete-0badc0de" / "cells.h5ad").write_bytes(content[:1000])
+    for left in (folder / ".incomplete-0badc0de" / "cells.h5ad", folder / ".incomplete-0badc0de"):
+        os.utime(left, (time.time() - 7200,) * 2)
     assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
     assert sorted(file.name for file in folder.iterdir()) == ["cells.h5ad", "fetched.json", "lock"]
     first.write_bytes(content[:1000])  # and a copy that was cut is not the file

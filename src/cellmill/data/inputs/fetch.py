@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from cellmill.files import digest, read_json, sha256_file, write_json
 CACHE = "CELLMILL_CACHE"
 RECORD = ".fetched.json"
 _TIMEOUT_S = 30.0  # without a byte
+_DEAD_S = 3600.0  # without a byte on disk, for a job that died
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
 _USUAL = ("s3", "gs", "az", "https", "http", "file", "ftp", "sftp", "hf")
 
@@ -145,8 +147,9 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
     name = PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
     name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")  # by which the format is recognised
     target = folder / (name if name not in ("", "lock", RECORD.removeprefix(".")) else f"data-{name}")
-    for left in folder.glob(".incomplete-*"):  # of a job that died
-        shutil.rmtree(left)
+    for left in folder.glob(".incomplete-*"):  # flock may be local to a node: others may be fetching
+        if time.time() - max(file.stat().st_mtime for file in (left, *left.rglob("*"))) > _DEAD_S:
+            shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
         copy = Path(temporary, target.name)
         with _remote_errors(address):
