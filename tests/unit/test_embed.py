@@ -334,14 +334,14 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     assert read_embedding(path, obs.index, "a" * 64, 4).shape == (3, 4)
     with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"):
         read_embedding(path, obs.index, "b" * 64, 4)
-    with pytest.raises(
-        DataError, match=r"other cells than expected: 3 instead of 2, the first difference at cell 3; run"
+    for names, message in (
+        (obs.index[:2], "expected the 2 cells of the dataset in their order, got 3; .* cell 3, '2' instead of no cell"),
+        (obs.index[::-1], "expected the 3 cells .*, got 3; the first that differs is cell 1, '0' instead of '2'; run"),
     ):
-        read_embedding(path, obs.index[:2], "a" * 64, 4)
-    with pytest.raises(
-        DataError, match=r"other cells than expected: 3 instead of 3, the first difference at cell 1; run"
-    ):
-        read_embedding(path, obs.index[::-1], "a" * 64, 4)
+        with pytest.raises(DataError, match=message):
+            read_embedding(path, names, "a" * 64, 4)
+    with pytest.raises(DataError, match=r"obsm\['X_cellmill'\]: expected 5 columns, got 4; run embed again$"):
+        read_embedding(path, obs.index, "a" * 64, 5)
     with pytest.raises(DataError, match=r"gone\.h5ad: no such file; run embed first$"):
         read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64, 4)
     plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")

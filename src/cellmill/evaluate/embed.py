@@ -220,6 +220,16 @@ def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
         )
 
 
+def embed_checked(
+    reader: CountsReader, model: Model, vocabulary: Vocabulary, tokens: Tokens, section: Embed
+) -> Embedding:
+    """Embeddings of all cells. Raises DataError if their genes are too few by the options of `section`."""
+    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, precision=section.precision)
+    check_coverage(reader.path, embedding, section)
+    reader.warn_if_rounded()
+    return embedding
+
+
 def limits_of(embedding: Embedding) -> list[str]:
     """Lines on what limits the use of the vectors."""
     lines = []

@@ -31,7 +31,7 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import Embedding, check_coverage, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.embed import Embedding, embed_checked, limits_of, load_for_inference
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -402,11 +402,7 @@ class LoadedModel:
         section = check_options(Embed, options, "options of embed")
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
             reader.dataset = dataset
-            embedding = embed_cells(
-                reader, self._model, self.vocabulary, self._tokens, section.token_budget, precision=section.precision
-            )
-            check_coverage(reader.path, embedding, section)
-            reader.warn_if_rounded()
+            embedding = embed_checked(reader, self._model, self.vocabulary, self._tokens, section)
         for line in limits_of(embedding):
             warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
         return embedding

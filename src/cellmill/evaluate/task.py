@@ -31,7 +31,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import HASHES, are_in, hash_order, open_index
+from cellmill.data.shards.index import HASHES, are_in, open_index
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify_once
 from cellmill.data.shards.plan import hash_cells, hash_genes, places, select_genes
 from cellmill.data.shards.reader import open_shards, read_gene_ids
@@ -73,23 +73,17 @@ class EvaluatedDatasets:
 
     @contextmanager
     def open(self, name: str) -> Iterator[OpenDataset]:
-        """The dataset `name`, one of `files`. Raises DataError for a file that is not as expected."""
+        """The dataset `name`, one of `files`. Raises DataError for a file that is not as expected.
+
+        Its roles are the labels, and those that preprocessed cells have under their own names.
+        """
         files = self.files[name]
+        columns = {"label" if number == 1 else f"label {number}": of for number, of in enumerate(files.labels, start=1)}
         with open_dataset(files.cells) as reader:
             vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
-            yield OpenDataset(reader, vectors, read_roles(reader, named_roles(reader.obs, files.labels)))
-
-
-def named_roles(obs: pd.DataFrame, labels: Sequence[str]) -> dict[str, str | None]:
-    """obs column by role: the labels, and the roles that preprocessed cells have under their own names."""
-    named = {"label" if number == 1 else f"label {number}": name for number, name in enumerate(labels, start=1)}
-    return {**named, **{role: role for role in (*ROLES, IS_CONTROL) if role in obs}}
-
-
-def read_roles(reader: CountsReader, columns: Mapping[str, str | None]) -> dict[str, pd.Series]:
-    """obs columns by role; roles without a column are left out. Raises DataError for an unknown column."""
-    given = {role: column for role, column in columns.items() if column is not None}
-    return {role: reader.obs_column(column, f"the dataset's {role}") for role, column in given.items()}
+            columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs}
+            roles = {role: reader.obs_column(column, f"the dataset's {role}") for role, column in columns.items()}
+            yield OpenDataset(reader, vectors, roles)
 
 
 MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
@@ -102,7 +96,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MA
     n_genes, n_cells = manifest.n_genes, 0
     total, by_rank = np.zeros(n_genes), np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
-    for genes, counts, starts in _blocks(manifest, "train", max_cells):
+    for genes, counts, starts in _blocks(manifest, max_cells):
         made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
         values, cu_seqlens = made.values, made.cu_seqlens
         rows, lengths = made.genes - len(SPECIAL), np.diff(cu_seqlens)
@@ -119,22 +113,18 @@ def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
     """Counts of the first training cells, at least `max_cells` if there are so many: `(cells, genes)`, uint32."""
     blocks = [
         sp.csr_matrix((counts.astype(np.uint32), genes, starts), shape=(len(starts) - 1, manifest.n_genes))
-        for genes, counts, starts in _blocks(manifest, "train", max_cells)
+        for genes, counts, starts in _blocks(manifest, max_cells)
     ]
     return sp.vstack(blocks, format="csr")
 
 
-def _blocks(
-    manifest: Manifest, split: str, max_cells: float = np.inf
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Genes, counts and starts (as in `Tokenizer.tokenize`) of blocks of cells of a split, until `max_cells`."""
+def _blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Genes, counts and starts (as in `Tokenizer.tokenize`) of blocks of training cells, until `max_cells`."""
     n_cells = 0
-    for shard in open_shards(manifest, split):
-        if n_cells >= max_cells:
-            break
+    for shard in open_shards(manifest, "train"):
         for first in range(0, shard.n_obs, _ROWS):
             if n_cells >= max_cells:
-                break
+                return
             starts = shard.indptr[first : first + _ROWS + 1].astype(np.int64)
             genes = np.empty(int(starts[-1] - starts[0]), np.int32)
             counts = np.empty(len(genes), shard.dtype)
@@ -170,71 +160,38 @@ def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[s
     return seen
 
 
-@dataclass(frozen=True)
-class _Corpus:
-    """Genes of a corpus, and the hashes of its training and validation cells."""
-
-    gene_ids: list[str]
-    gene_hashes: np.ndarray
-    cells: list[np.ndarray]  # of each split `(2, cells)` uint64, ascending
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Self:
-        trained = [split for split in READ if manifest.splits[split].n_obs]
-        gene_ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
-        hashes = hash_genes(gene_ids)
-        return cls(gene_ids, hashes, [cell_hashes(manifest, split, hashes) for split in trained])
-
-
 class TrainedContents:
-    """Contents of the training and validation cells of corpora; of shards of earlier versions they are hashed once."""
+    """Contents of the training and validation cells of corpora."""
 
     def __init__(self, manifests: Iterable[Manifest]):
-        self._corpora = [_Corpus.of(m) for m in {manifest.fingerprint: manifest for manifest in manifests}.values()]
+        self._corpora: list[tuple[Vocabulary, list[np.ndarray]]] = []  # genes, and the hashes of each split's cells
+        for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():
+            trained = [split for split in READ if manifest.splits[split].n_obs]
+            ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
+            genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+            hashes = [open_index(manifest, split, HASHES) for split in trained]
+            self._corpora.append((genes, [known for known in hashes if known is not None]))
 
     def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
         """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""
         found = np.zeros(reader.n_obs, bool)
-        for corpus in self._corpora if among.any() else ():
+        for genes, trained in self._corpora if among.any() else ():
             try:
-                target = match_columns(reader, _vocabulary_of(corpus.gene_ids)).target
+                target = match_columns(reader, genes).target
             except DataError:
                 continue  # no gene in common: no copies
-            last = 0
+            gene_hashes, last = hash_genes(genes.gene_ids), 0
             for raw in reader.rows(_HASHED_ROWS):
                 first, last = last, last + raw.shape[0]
                 rows = np.flatnonzero(among[first:last])
                 if not len(rows):
                     continue
-                block = select_genes(raw[rows], target, len(corpus.gene_ids), reader.ordered)
+                block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
                 values = places(block.indptr) if reader.ordered else block.data
-                hashes = hash_cells(block.indptr, block.indices, values, corpus.gene_hashes)
-                for known in corpus.cells:
+                hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
+                for known in trained:
                     found[first + rows] |= are_in(hashes, known)
         return found
-
-
-def _vocabulary_of(gene_ids: list[str]) -> Vocabulary:
-    return Vocabulary(gene_ids, gene_ids, np.ones(len(gene_ids), np.int64), np.ones(len(gene_ids), np.float32))
-
-
-def cell_hashes(manifest: Manifest, split: str, gene_hashes: np.ndarray) -> np.ndarray:
-    """`hash_cells` of a split's cells, `(2, cells)` uint64 in ascending order; made from shards of earlier versions."""
-    stored = open_index(manifest, split, HASHES)
-    if stored is not None:
-        return stored
-    hashes = np.concatenate(
-        [
-            hash_cells(starts, genes, places(starts) if manifest.ordered else counts, gene_hashes)
-            for genes, counts, starts in _blocks(manifest, split)
-        ]
-    )
-    return hashes[hash_order(hashes)].T.copy()
-
-
-def held_out(obs_names: pd.Index, seen: set[str]) -> np.ndarray:
-    """Mask of the held-out cells; bool."""
-    return ~obs_names.isin(list(seen)) if seen else np.ones(len(obs_names), dtype=bool)
 
 
 PCA_CELLS, COMPONENTS = 10_000, 50
@@ -301,8 +258,7 @@ class Context:
     model: EvaluatedModel
     options: Evaluate  # options that all tasks share: `folds`, `seed`, `cells`
     baselines: BaselineCache = field(default_factory=BaselineCache)
-    embedding_cost: Mapping[str, float] | None = None
-    """`seconds` and `peak_gb` of stage `embed`; None for an embedding of an earlier version."""
+    embedding_cost: Mapping[str, float] = field(default_factory=dict)  # `seconds` and `peak_gb` of stage `embed`
     external: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite; `evaluate.results`."""
     datasets: EvaluatedDatasets | None = None
@@ -408,13 +364,12 @@ class TrainedCells:
 
         Cells that are equal to trained cells of other names are not unseen; their number is printed.
         """
-        unnamed = held_out(reader.obs.index, self._seen[dataset])
-        unseen = unnamed & ~self._contents.copies(reader, unnamed)
-        n = int((unnamed & ~unseen).sum())
-        if n:
-            told = f"{n:,} cells are equal to training or validation cells of other names: not held out"
-            print(f"{dataset}: {told}", flush=True)
-        return unseen, n
+        unnamed = ~reader.obs.index.isin([*self._seen[dataset]])
+        copies = self._contents.copies(reader, unnamed)
+        if n := int(copies.sum()):
+            line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
+            print(f"{dataset}: {line}", flush=True)
+        return unnamed & ~copies, n
 
 
 def scored_cells(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:

@@ -24,27 +24,19 @@ import scipy.sparse as sp
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
-from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.index import DATASET
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.evaluate.embed import check_coverage, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
 from cellmill.evaluate.labels import count_labels, texts_of
 from cellmill.evaluate.predict import Prediction, classifiers_of, predict_heads, thresholds_of, uncalibrated
-from cellmill.evaluate.results import (
-    append_embedding,
-    append_prediction,
-    read_external,
-    write_embedding,
-    write_prediction,
-)
+from cellmill.evaluate.results import read_external, write_embedding, write_prediction
 from cellmill.files import sha256_file
 from cellmill.models.families.autoregressive import AutoregressiveModel
 from cellmill.models.families.generation import GeneratedCell, Sampling, generate_cells
-from cellmill.models.family import Model
 from cellmill.train.telemetry import memory_bytes
 
 
@@ -59,10 +51,7 @@ def embed(
     network, vocabulary, tokens, config = load_for_inference(model)
     section, started = options.embed, time.perf_counter()
     with open_dataset(path, counts) as reader:
-        embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
-        check_coverage(path, embedding, section)
-        reader.warn_if_rounded()
-        obs = reader.obs
+        embedding, obs = embed_checked(reader, network, vocabulary, tokens, section), reader.obs
     seconds = time.perf_counter() - started
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
@@ -75,10 +64,7 @@ def embed(
         "seconds": seconds,
         "peak_gb": memory_bytes(next(network.parameters()).device)[0] / 1e9,
     }
-    if append:
-        append_embedding(path, out, embedding.vectors, about)
-    else:
-        write_embedding(out, obs, embedding.vectors, about)
+    write_embedding(out, obs, embedding.vectors, about, path if append else None)
     print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
     print(f"{path.stem}: {seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {about['peak_gb']:.2f} GB")
     for line in limits_of(embedding):
@@ -105,29 +91,25 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
         obs = reader.obs
     out.parent.mkdir(parents=True, exist_ok=True)
     written, started = out.with_name(f".{out.stem}.{os.getpid()}.h5ad"), time.perf_counter()
+    words = command_words(command, str(input), str(written))
     try:
-        _call(command_words(command, str(input), str(written)), option)
+        code = subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
+        if code:
+            end = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
+            raise DataError(f"{option}: it {end}; its last lines are above")
         seconds = time.perf_counter() - started
         vectors = read_external(written, obs.index, option)
+    except OSError as error:
+        if error.filename != words[0]:
+            raise
+        raise ConfigError(
+            f"{option}: {words[0]!r} cannot be run: {error.strerror}; name a program of PATH, or its path"
+        ) from None
     finally:
         written.unlink(missing_ok=True)
     about = {"model_digest": model.command_digest, "command": command, "seconds": seconds}
     write_embedding(out, obs, vectors, about)
     print(f"{input.stem}: {name}: {len(obs):,} cells, {vectors.shape[1]:,} numbers each, {seconds:.1f} s -> {out}")
-
-
-def _call(words: list[str], option: str) -> None:
-    """Run a program. Raises ConfigError if it cannot be started, DataError if it fails."""
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, check=False)
-    except OSError as error:
-        raise ConfigError(
-            f"{option}: {words[0]!r} cannot be run: {error.strerror}; name a program of PATH, or its path"
-        ) from None
-    if done.returncode < 0:
-        raise DataError(f"{option}: it was ended by signal {-done.returncode}; its last lines are above")
-    if done.returncode:
-        raise DataError(f"{option}: it ended with exit status {done.returncode}; its last lines are above")
 
 
 def generate(
@@ -148,25 +130,33 @@ def generate(
     """
     check_h5ad(out, "--out")
     network, vocabulary, tokens, _ = load_for_inference(model)
-    generator = _checked(network, tokens, model)
-    for name, value, least in (("cells", cells, 1), ("top-k", top_k, 0), ("batch-cells", batch_cells, 1)):
-        if value < least:
-            raise ConfigError(f"--{name}: expected at least {least}, got {value}")
-    if not 0 <= seed < 2**31:
-        raise ConfigError(f"--seed: expected 0 to {2**31 - 1}, got {seed}")
-    if not 0 <= temperature < np.inf:
-        raise ConfigError(f"--temperature: expected 0 or more, got {temperature:g}")
-    first = prompt_rows(prompt, vocabulary)
-    if len(first) > tokens.max_tokens:
+    if not isinstance(network, AutoregressiveModel):
+        raise ConfigError(f"{model}: expected a model that generates cells; train one of model.family autoregressive")
+    objective: Any = network.objective
+    if tokens.value_kind in ("class", "scalar") and not objective.predicts_values:
         raise ConfigError(
-            f"--prompt: expected at most {tokens.max_tokens} genes (tokens.max_tokens of the model), got {len(first)}"
+            f"{model}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
+            "0, or with tokens.tokenizer rank"
         )
-    if not max(1, len(first)) <= (max_genes or tokens.max_tokens) <= tokens.max_tokens:
-        raise ConfigError(
-            f"--max-genes: expected {max(1, len(first))} (genes of --prompt) to {tokens.max_tokens} "
-            f"(tokens.max_tokens of the model), got {max_genes or tokens.max_tokens}"
-        )
-    sampling = Sampling(max_genes or tokens.max_tokens, temperature, top_k or None, seed, first)
+    first, most = prompt_rows(prompt, vocabulary), tokens.max_tokens
+    longest = f"{most} (tokens.max_tokens of the model)"
+    for name, right, wanted, given in (
+        ("cells", cells >= 1, "at least 1", cells),
+        ("top-k", top_k >= 0, "at least 0", top_k),
+        ("batch-cells", batch_cells >= 1, "at least 1", batch_cells),
+        ("seed", 0 <= seed < 2**31, f"0 to {2**31 - 1}", seed),
+        ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
+        ("prompt", len(first) <= most, f"at most {most} genes (tokens.max_tokens of the model)", len(first)),
+        (
+            "max-genes",
+            max(1, len(first)) <= (max_genes or most) <= most,
+            f"{max(1, len(first))} (genes of --prompt) to {longest}",
+            max_genes,
+        ),
+    ):
+        if not right:
+            raise ConfigError(f"--{name}: expected {wanted}, got {given}")
+    sampling = Sampling(max_genes or most, temperature, top_k or None, seed, first)
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -180,24 +170,12 @@ def generate(
     drawn: list[GeneratedCell] = []
     with create_h5(out) as file:  # a folder that cannot be written fails before cells are drawn
         for start in range(0, cells, batch_cells):
-            drawn += generate_cells(generator, sampling, range(start, min(start + batch_cells, cells)))
+            drawn += generate_cells(network, sampling, range(start, min(start + batch_cells, cells)))
         adata = as_anndata(drawn, vocabulary, about)
         write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):
         print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")
-
-
-def _checked(network: Model, tokens: Tokens, folder: Path) -> AutoregressiveModel:
-    if not isinstance(network, AutoregressiveModel):
-        raise ConfigError(f"{folder}: expected a model that generates cells; train one of model.family autoregressive")
-    objective: Any = network.objective
-    if tokens.value_kind in ("class", "scalar") and not objective.predicts_values:
-        raise ConfigError(
-            f"{folder}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
-            "0, or with tokens.tokenizer rank"
-        )
-    return network
 
 
 def prompt_rows(prompt: str, vocabulary: Vocabulary) -> tuple[int, ...]:
@@ -240,47 +218,37 @@ def predict(
     network, vocabulary, tokens, config = load_for_inference(model)
     section, smallest = options.embed, thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
-        embedding = embed_cells(reader, network, vocabulary, tokens, section.token_budget, precision=section.precision)
-        check_coverage(path, embedding, section)
-        reader.warn_if_rounded()
-        obs = reader.obs
+        embedding, obs = embed_checked(reader, network, vocabulary, tokens, section), reader.obs
     print(f"{path.stem}: {embedding.coverage_frac:.1%} of counts on known genes")
     predicted = predict_heads(network, config, embedding, smallest)
     for end, (_, classifier) in classifiers_of(network, config).items():
-        _say(path, len(obs), classifier, predicted.heads[end], smallest[end], out)
-        _say_agreement(path, obs, classifier, predicted.heads[end])
+        _print_labelled(path.stem, obs, classifier, predicted.heads[end], smallest[end], out)
     for key, column in predicted.about.items():
         if key.startswith("value_column"):
             print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
-    if append:
-        append_prediction(path, out, predicted)
-    else:
-        write_prediction(out, obs, predicted)
+    write_prediction(out, obs, predicted, path if append else None)
     for line in limits_of(embedding):
         print(f"{path.stem}: {line}")
 
 
-def _say(
-    path: Path, n_cells: int, classifier: dict[str, Any], prediction: Prediction, smallest: float, out: Path
+def _print_labelled(
+    name: str, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction, smallest: float, out: Path
 ) -> None:
-    known = f"{prediction.n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
-    print(f"{path.stem}: {n_cells:,} cells labelled by {classifier['label_column']}, {known} -> {out}")
-    if not classifier["calibration"]:
-        print(f"{path.stem}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
-
-
-def _say_agreement(path: Path, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction) -> None:
-    """Say how many cells are predicted as the file labels them, and which labels the model does not know."""
+    """Print how many cells are labelled, and as the file labels them, and which labels the model does not know."""
     column, labels = classifier["label_column"], classifier["labels"]
+    unknown = f"{prediction.n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
+    print(f"{name}: {len(obs):,} cells labelled by {column}, {unknown} -> {out}")
+    if not classifier["calibration"]:
+        print(f"{name}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
     if column not in obs or column == DATASET:
         return
-    counts = count_labels(obs, path.stem, column, labels)
+    counts = count_labels(obs, name, column, labels)
     if n_known := counts.n_labelled - counts.n_unknown:
-        own = pd.Series(texts_of(obs[column]))
-        n_equal = int((own.isin(labels) & (own == np.asarray(prediction.labels, object))).sum())
+        given = pd.Series(texts_of(obs[column]))
+        n_equal = int((given.isin(labels) & (given == np.asarray(prediction.labels, object))).sum())
         print(
-            f"{path.stem}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted "
-            f"label ({n_equal / n_known:.3f})"
+            f"{name}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
+            f"({n_equal / n_known:.3f})"
         )
     if line := counts.problem():
-        print(f"{path.stem}: warning: obs column {line}")
+        print(f"{name}: warning: obs column {line}")

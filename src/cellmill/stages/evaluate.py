@@ -43,12 +43,13 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import gene_coverage
-from cellmill.evaluate.results import read_cost, read_coverage, read_embedding, write_scores
+from cellmill.evaluate.results import read_costs, read_embedding, write_scores
 from cellmill.evaluate.scores import failures, is_own
 from cellmill.evaluate.task import (
     Context,
     DatasetFiles,
     EvaluatedDatasets,
+    EvaluatedModel,
     Task,
     TrainedCells,
     load_evaluated,
@@ -58,7 +59,6 @@ from cellmill.evaluate.task import (
 )
 from cellmill.evaluate.tasks.changes import (
     Profiles,
-    Units,
     find_units,
     folds_of,
     predictions,
@@ -93,38 +93,54 @@ def evaluate(
     of stage embed_external: those of the first dataset, in the order of `evaluate.external`, then of the next one.
     """
     paths = [local_input(given) for given in cells]
-    names = _dataset_names(paths, embeddings, labels)
+    if not len(paths) == len(embeddings) == len(labels):
+        raise ConfigError(
+            f"expected as many --embeddings and --labels as --cells, got {len(cells)} cells files, "
+            f"{len(embeddings)} embeddings and {len(labels)} labels"
+        )
+    names = [path.stem for path in paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one")
     section = options.evaluate
     check_transfer(section, names, "evaluate")
-    others = _external_of(section, names, external)
-    shards = Manifest.read(manifest)
-    evaluated = load_evaluated(model, manifest, shards, section.seed)
-    digest = sha256_file(model / "model.safetensors")
+    others = [*section.external]
+    if len(external) != len(names) * len(others):
+        raise ConfigError(
+            f"expected {len(others)} --external for each of {len(names)} --cells, for evaluate.external: "
+            f"{', '.join(others) or 'none'}; got {len(external)} files"
+        )
     files = {
         name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
         for name, path, embedding, label in zip(names, paths, embeddings, labels)
     }
-    opened = EvaluatedDatasets(files, digest, evaluated.network.vector_width)
+    evaluated, trained, opened, about = _opened(section, model, manifest, ancestors, files)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
-    trained = TrainedCells([shards, *map(Manifest.read, ancestors)], names)
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
-    for name, of_name in files.items():
+    for at, (name, given) in enumerate(files.items()):
         with opened.open(name) as dataset:
             reader, vectors, roles = dataset.reader, dataset.vectors, dataset.roles
             unseen, n_copies = trained.unseen(name, reader)
-            scored = scored_cells(reader, unseen, section)
-            embedded = np.isfinite(vectors).all(axis=1)
-            cache = BaselineCache(None if baselines is None else baselines / f"{name}.npz")
-            cost = read_cost(of_name.embedding)
-            if (frac := read_coverage(of_name.embedding)) is not None:
-                print(f"{name}: {frac:.1%} of counts on known genes", flush=True)
+            scored, embedded = scored_cells(reader, unseen, section), np.isfinite(vectors).all(axis=1)
+            cost = read_costs(given.embedding)
+            print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
             beside = {
-                model: read_embedding(file, reader.obs.index, section.external[model].command_digest, None)
-                for model, file in others[name].items()
+                other: read_embedding(file, reader.obs.index, section.external[other].command_digest, None)
+                for other, file in zip(others, external[at * len(others) :])
             }
-            given = (vectors, roles, evaluated, section, cache, cost, beside, opened)
-            context = Context(name, reader, scored & embedded, *given)
+            context = Context(
+                name,
+                reader,
+                scored & embedded,
+                vectors,
+                roles,
+                evaluated,
+                section,
+                baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
+                embedding_cost=cost,
+                external=beside,
+                datasets=opened,
+            )
             datasets[name] = {
                 "n_cells": reader.n_obs,
                 "n_scored": int(context.scored.sum()),
@@ -135,54 +151,58 @@ def evaluate(
                 "n_copies": n_copies,
                 "roles": {role: str(column.name) for role, column in roles.items() if column.name != role},
                 "supervised": context.supervised,
-                "tasks": _run_tasks(tasks, context) | _run_on_other_labels(tasks, context, of_name.labels[1:]),
+                "tasks": _run_tasks(tasks, context),
             }
-            cache.save()
+            context.baselines.save()
             named = (roles.get("label"), roles.get("batch"))
             points += umap_rows(name, reader.obs.index, vectors, *named, unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
-    about = {"digest": digest, "vocabulary_digest": evaluated.vocabulary.digest, "step": evaluated.config.get("step")}
-    about["objective"] = evaluated.network.objective.config.name
-    about["supervised_by"] = evaluated.supervised_by
-    resolved = section.model_dump(mode="json")
-    metrics = {"model": about, "fingerprint": shards.fingerprint, "options": resolved, "datasets": datasets}
+    metrics = about | {"options": section.model_dump(mode="json"), "datasets": datasets}
     write_scores(out.parent / "scores.csv", datasets)
-    _check_gates(section, datasets, metrics, out)
+    kept = out.with_name("metrics.failed.json")
+    kept.unlink(missing_ok=True)
+    if failed := failures(section.gate, datasets):
+        write_json(kept, metrics)  # beside `out`, which a failed job lacks
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
     write_json(out, metrics)  # last: its existence means that the others are complete
 
 
+def _opened(
+    section: Evaluate, model: Path, manifest: Path, ancestors: Sequence[Path], files: dict[str, DatasetFiles]
+) -> tuple[EvaluatedModel, TrainedCells, EvaluatedDatasets, dict[str, Any]]:
+    """The model, its training cells, the datasets to open, and `model` and `fingerprint` of metrics.json."""
+    shards = Manifest.read(manifest)
+    evaluated = load_evaluated(model, manifest, shards, section.seed)
+    digest = sha256_file(model / "model.safetensors")
+    about = {
+        "digest": digest,
+        "vocabulary_digest": evaluated.vocabulary.digest,
+        "step": evaluated.config.get("step"),
+        "objective": evaluated.network.objective.config.name,
+        "supervised_by": evaluated.supervised_by,
+    }
+    trained = TrainedCells([shards, *map(Manifest.read, ancestors)], files)
+    opened = EvaluatedDatasets(files, digest, evaluated.network.vector_width)
+    return evaluated, trained, opened, {"model": about, "fingerprint": shards.fingerprint}
+
+
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
-    """Entry of each task in metrics.json; prints what each found."""
-    name = context.dataset
-    n_scored, n_cells, cells = int(context.scored.sum()), context.reader.n_obs, context.options.cells
-    print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
+    """Entry of each task in metrics.json, those that read a label again for each further label; prints the results."""
+    name, further = context.dataset, [role for role in context.roles if role.startswith("label ")]
     results: dict[str, Any] = {}
-    for task_name, task in tasks.items():
-        entry = results[task_name] = _run_task(task, task_name, context)
-        for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
-            print(f"{name}: {task_name}: {line}", flush=True)
-    return results
-
-
-def _check_gates(options: Evaluate, datasets: dict[str, Any], metrics: dict[str, Any], out: Path) -> None:
-    """Raise DataError with the first failed gate; the metrics are then kept beside `out`, which a failed job lacks."""
-    kept = out.with_name("metrics.failed.json")
-    kept.unlink(missing_ok=True)
-    if failed := failures(options.gate, datasets):
-        write_json(kept, metrics)
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
-
-
-def _run_on_other_labels(tasks: dict[str, Task], context: Context, labels: list[str]) -> dict[str, Any]:
-    """Entries of the tasks that read a label, for each label after the first."""
-    results: dict[str, Any] = {}
-    for number, label in enumerate(labels, start=2):
-        other = replace(context, roles={**context.roles, "label": context.roles[f"label {number}"]})
-        reading = {
-            f"{name} of {label}": task for name, task in tasks.items() if context.options.tasks[name].reads_label
-        }
-        results |= _run_tasks(reading, other)
+    for role in ["label", *further]:
+        other, ending = context, ""
+        if role in further:
+            ending = f" of {context.roles[role].name}"
+            other = replace(context, roles={**context.roles, "label": context.roles[role]})
+        n_scored, n_cells, cells = int(context.scored.sum()), context.reader.n_obs, context.options.cells
+        print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
+        for task_name, task in tasks.items():
+            if not ending or context.options.tasks[task_name].reads_label:
+                entry = results[task_name + ending] = _run_task(task, task_name + ending, other)
+                for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
+                    print(f"{name}: {task_name}{ending}: {line}", flush=True)
     return results
 
 
@@ -204,29 +224,6 @@ def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
     return entry
 
 
-def _dataset_names(cells: list[Path], embeddings: list[Path], labels: list[str]) -> list[str]:
-    if not len(cells) == len(embeddings) == len(labels):
-        raise ConfigError(
-            f"expected as many --embeddings and --labels as --cells, got {len(cells)} cells files, "
-            f"{len(embeddings)} embeddings and {len(labels)} labels"
-        )
-    names = [path.stem for path in cells]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one")
-    return names
-
-
-def _external_of(options: Evaluate, names: list[str], files: Sequence[Path]) -> dict[str, dict[str, Path]]:
-    """File of each external model by dataset and name."""
-    models = [*options.external]
-    if len(files) != len(names) * len(models):
-        raise ConfigError(
-            f"expected {len(models)} --external for each of {len(names)} --cells, for evaluate.external: "
-            f"{', '.join(models) or 'none'}; got {len(files)} files"
-        )
-    return {name: dict(zip(models, files[at * len(models) :])) for at, name in enumerate(names)}
-
-
 HELD_OUT = "perturbation"
 
 
@@ -246,23 +243,24 @@ def predict_changes(
     """
     check_h5ad(out, "--out")
     section, path = options.evaluate, local_input(cells)
-    config = _task(section)
-    shards = Manifest.read(manifest)
-    evaluated = load_evaluated(model, manifest, shards, section.seed)
-    digest, name = sha256_file(model / "model.safetensors"), path.stem
-    trained = TrainedCells([shards, *map(Manifest.read, ancestors)], [name])
-    opened = EvaluatedDatasets({name: DatasetFiles(path, embedding, [])}, digest, evaluated.network.vector_width)
+    config, name = section.tasks.get("perturbation"), path.stem
+    if not isinstance(config, PerturbationConfig):
+        raise ConfigError("evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}")
+    if HELD_OUT not in config.held_out:
+        raise ConfigError("evaluate.tasks.perturbation.held_out: expected perturbation among them; add it")
+    files = {name: DatasetFiles(path, embedding, [])}
+    evaluated, trained, opened, about = _opened(section, model, manifest, ancestors, files)
     with opened.open(name) as dataset:
         unseen, _ = trained.unseen(name, dataset.reader)
         scored = scored_cells(dataset.reader, unseen, section) & np.isfinite(dataset.vectors).all(axis=1)
         context = Context(name, dataset.reader, scored, dataset.vectors, dataset.roles, evaluated, section)
         profiles, changes = predict(context, config)
-        made = write_changes(out, context, profiles, changes, digest)
-    n = made.obs["group"].value_counts()
+        written = write_changes(out, context, profiles, changes, about["model"]["digest"])
+    n = written.obs["group"].value_counts()
     print(
         f"{name}: {len(changes.names):,} held-out perturbations, {n['measured']:,} measured cells and "
-        f"{n['measured control']:,} controls, {n['start control']:,} controls to start from, {made.n_vars:,} genes, by "
-        f"{', '.join(changes.by_method)} -> {out}"
+        f"{n['measured control']:,} controls, {n['start control']:,} controls to start from, {written.n_vars:,} genes, "
+        f"by {', '.join(changes.by_method)} -> {out}"
     )
 
 
@@ -291,24 +289,8 @@ def predict(context: Context, config: PerturbationConfig) -> tuple[Profiles, Pre
             name = supervised_name(method, context.supervised) if is_own(method) else method
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
-    place = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
-    place[tested] = np.arange(len(tested))
-    return profiles, PredictedChanges(
-        _names(profiles, units, tested), changes, place[scored_units(context, units)], len(folds)
-    )
-
-
-def _names(profiles: Profiles, units: Units, tested: np.ndarray) -> list[str]:
-    """Name of each tested unit: its perturbation, and behind it the dose where the dataset has doses."""
-    doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))
-    return [" | ".join(filter(None, (str(units.perturbation[unit]), doses[unit]))) for unit in tested.tolist()]
-
-
-def _task(section: Evaluate) -> PerturbationConfig:
-    """Options of task perturbation, which define the held-out perturbations."""
-    config = section.tasks.get("perturbation")
-    if not isinstance(config, PerturbationConfig):
-        raise ConfigError("evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}")
-    if HELD_OUT not in config.held_out:
-        raise ConfigError("evaluate.tasks.perturbation.held_out: expected perturbation among them; add it")
-    return config
+    position = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
+    position[tested] = np.arange(len(tested))
+    doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
+    names = [" | ".join(filter(None, (str(units.perturbation[unit]), doses[unit]))) for unit in tested.tolist()]
+    return profiles, PredictedChanges(names, changes, position[scored_units(context, units)], len(folds))
