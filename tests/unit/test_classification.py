@@ -30,7 +30,7 @@ from cellmill.evaluate.predict import (
     calibration_error,
     classifications_of,
     fit_temperature,
-    logits_of,
+    run_head,
 )
 from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.build import build
@@ -79,7 +79,9 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
         loss = F.cross_entropy(logits, expected, reduction="none") @ torch.tensor(weights, dtype=torch.float32)
         torch.testing.assert_close(model(prepared), loss)
     labels, observed = model.objective.observe(model, prepared)
-    torch.testing.assert_close(torch.from_numpy(logits_of(model, vectors.detach().numpy())), observed)
+    torch.testing.assert_close(
+        torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.logits)), observed
+    )
     figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)  # type: ignore[arg-type]
     assert figures["cross_entropy"] == pytest.approx(F.cross_entropy(logits, expected).item(), rel=1e-5)
     assert figures["cross_entropy_frequencies"] == pytest.approx(-(0.5 * np.log(0.5) + 0.5 * np.log(0.25)))

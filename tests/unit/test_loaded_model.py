@@ -105,7 +105,7 @@ def test_labels_are_those_of_the_command(
     written = ad.read_h5ad(tmp_path / "out.h5ad")
     made = cellmill.load(folder).predict(ad.read_h5ad(cells), **section)
     assert list(made.labels) == list(written.obs["cellmill_label"])
-    assert 0 < made.n_unknown < len(made.labels)
+    assert 0 < made.about["n_unknown"] < len(made.labels)
     arguments = ["predict", "--model", str(folder), "--input", str(cells), "--out", str(tmp_path / "by_hand.h5ad")]
     for flags, given in (([], {}), (["--min-probability", "0.45"], section)):  # the same default, the same threshold
         assert main([*arguments, *flags]) == 0
@@ -124,7 +124,7 @@ def test_labels_are_those_of_the_command(
     assert "few: warning: it measures 20 of the model's" in capsys.readouterr().out
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
         cellmill.load(folder).predict(few, min_coverage_frac=0)
-    assert (made.probabilities == np.asarray(written.obsm["cellmill_probabilities"])).all()
+    assert (made.obsm["cellmill_probabilities"] == np.asarray(written.obsm["cellmill_probabilities"])).all()
 
 
 def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simul
         if name == "all":
             assert {"cellmill_label", "cellmill_label_tissue", "cellmill_value"} <= {*made.obs}
             assert list(made.labels) == list(expected.obs["cellmill_label"])
-            assert made.heads["_tissue"].labels.categories.tolist() == ["lung", "skin", "unknown"]
+            assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin", "unknown"]
     assert {"cellmill_value"} == {*made.obs}
     with pytest.raises(ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"):
         _ = made.labels

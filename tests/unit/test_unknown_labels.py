@@ -48,7 +48,7 @@ def test_evaluation_measures_calibration_with_the_exported_temperature(tmp_path:
     figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
     predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
     right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
-    expected = calibration_error(predicted.highest.astype(np.float64), right.astype(np.float64))
+    expected = calibration_error(predicted.obs["cellmill_probability"].astype(np.float64), right.astype(np.float64))
     assert figures["calibration_error"] == pytest.approx(expected, abs=1e-5)
     assert figures["temperature"] == 0.25
     assert figures["calibration_error_uncalibrated"] < figures["calibration_error"]  # random weights, made surer

@@ -13,7 +13,8 @@ bins of equal width, weighted by cells.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,6 @@ class Calibration:
     labelled_above: list[float]
     """Share of these cells."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return dict(vars(self))
-
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
@@ -108,25 +105,6 @@ NO_VALIDATION = "the run had no labelled validation cells"
 CHUNK = 65_536  # cells whose logits are computed at once
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Labels of cells; NaN and a missing label for a cell without a vector."""
-
-    labels: pd.Categorical  # (cells,)
-    probabilities: np.ndarray  # (cells, K) float32, of all labels, after the temperature
-    n_unknown: int
-
-    @property
-    def highest(self) -> np.ndarray:
-        """(cells,) float32: probability of the likeliest label."""
-        return self.probabilities.max(axis=1)
-
-
-def classification_of(objective: Objective) -> Classification | None:
-    """Return the objective, or the first part of a sum, that predicts labels; None if there is none."""
-    return next(iter(classifications_of(objective).values()), None)
-
-
 def classifications_of(objective: Objective) -> dict[str, Classification]:
     """Return the objective, or the parts of a sum, that predict labels, by part; not those whose label is hidden."""
     heads = {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
@@ -149,27 +127,11 @@ def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Clas
 
 
 @torch.inference_mode()
-def logits_of(model: Model, vectors: np.ndarray, objective: Classification | None = None) -> np.ndarray:
-    """Return logits of cells, (cells, K) float32, from vectors that the model's `embed` gave; of the first head."""
-    objective = objective or classification_of(model.objective)
-    assert objective is not None
+def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """Return the output of `head`, such as `Classification.logits`, (cells, ...) float32, from vectors of `embed`."""
     device = next(model.parameters()).device
     parts = torch.from_numpy(vectors).split(CHUNK)
-    return np.concatenate([objective.logits(model, part.to(device)).cpu().numpy() for part in parts])
-
-
-@torch.inference_mode()
-def values_of(model: Model, vectors: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
-    """Return obs columns and their predicted numbers, (cells,) float32, by the end of the names in files.
-
-    They are NaN for a cell without a vector. Empty for a model that predicts no numbers.
-    """
-    device, heads = next(model.parameters()).device, regressions_of(model.objective)
-    parts, found = [part.to(device) for part in torch.from_numpy(vectors).split(CHUNK)], {}
-    for name, head in heads.items():
-        values = torch.cat([head.values(model, part) for part in parts]).cpu().numpy()
-        found[f"_{name}" if len(heads) > 1 else ""] = head.config.target_column, values
-    return found
+    return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
 
 
 def calibration_of(
@@ -205,12 +167,7 @@ def calibration_of(
             labels.append(batch.levels[known, at].astype(np.int64) - 1)
     stream.close()
     found = np.concatenate(labels)
-    return calibrate(logits_of(model, np.concatenate(vectors), objective), found) if len(found) else None
-
-
-def temperature_of(classifier: dict[str, Any]) -> float | None:
-    """Return the fitted temperature of a head; None if it is not calibrated."""
-    return None if classifier["calibration"] is None else float(classifier["calibration"]["temperature"])
+    return calibrate(run_head(model, np.concatenate(vectors), objective.logits), found) if len(found) else None
 
 
 def uncalibrated(classifier: dict[str, Any]) -> str:
@@ -241,31 +198,6 @@ def threshold(section: Predict, classifier: dict[str, Any]) -> float:
     return reached[0] / STEPS
 
 
-def predict(
-    model: Model,
-    vectors: np.ndarray,
-    classifier: dict[str, Any],
-    smallest: float,
-    objective: Classification | None = None,
-) -> Prediction:
-    """Return labels of cells with these vectors, (cells, H) float32; those below `smallest` are unknown.
-
-    `classifier` is the entry of config.json of `objective`; None is the first head.
-    """
-    temperature = temperature_of(classifier) or 1.0
-    probabilities = softmax(logits_of(model, vectors, objective).astype(np.float64) / temperature, axis=1).astype(
-        np.float32
-    )
-    names = list(classifier["labels"])
-    categories = names if UNKNOWN in names or not smallest else [*names, UNKNOWN]
-    known = ~np.isnan(probabilities).any(axis=1)
-    codes = np.where(known, np.where(known[:, None], probabilities, 0).argmax(axis=1), -1)
-    below = known & (probabilities.max(axis=1) < smallest)
-    if below.any():
-        codes[below] = categories.index(UNKNOWN)
-    return Prediction(pd.Categorical.from_codes(codes, categories), probabilities, int(below.sum()))
-
-
 LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
 VALUE = "cellmill_value"  # obs
@@ -274,39 +206,21 @@ ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 @dataclass(frozen=True)
 class Predicted:
-    """What `cellmill predict` writes; names end in `_PART` where a sum has several heads alike.
-
-    `labels`, `probabilities`, `highest` and `n_unknown` are those of the first head of labels.
-    """
+    """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads alike."""
 
     obs: dict[str, Any]
     """cellmill_label, cellmill_probability and cellmill_value, each (cells,)."""
     obsm: dict[str, np.ndarray]
-    """cellmill_probabilities, (cells, labels)."""
+    """cellmill_probabilities, (cells, labels) float32, after the temperature."""
     about: dict[str, Any]
     """uns["cellmill_prediction"]."""
-    heads: dict[str, Prediction] = field(default_factory=dict)
-    """Predictions of labels by the end of their names; empty for the first."""
 
     @property
     def labels(self) -> pd.Categorical:
-        """(cells,)"""
-        return self._first.labels
-
-    @property
-    def probabilities(self) -> np.ndarray:
-        """(cells, labels) float32, after the temperature."""
-        return self._first.probabilities
-
-    @property
-    def highest(self) -> np.ndarray:
-        """(cells,) float32: probability of the likeliest label."""
-        return self._first.highest
-
-    @property
-    def n_unknown(self) -> int:
-        """Cells below the smallest probability."""
-        return self._first.n_unknown
+        """(cells,), of the first head of labels."""
+        if LABEL not in self.obs:
+            raise ConfigError(f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}")
+        return self.obs[LABEL]
 
     def add_to(self, adata: Any) -> None:
         """Add obs, obsm and uns to the AnnData whose cells these are."""
@@ -315,12 +229,6 @@ class Predicted:
         for name, table in self.obsm.items():
             adata.obsm[name] = table
         adata.uns[ABOUT_PREDICTION] = self.about
-
-    @property
-    def _first(self) -> Prediction:
-        if not self.heads:
-            raise ConfigError(f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}")
-        return next(iter(self.heads.values()))
 
 
 def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: str) -> dict[str, float]:
@@ -335,38 +243,45 @@ def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: 
 
 
 def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, smallest: dict[str, float]) -> Predicted:
-    """Return the predictions of all heads for embedded cells; `smallest` is that of `thresholds_of`."""
+    """Return the predictions of all heads for embedded cells; labels below `smallest` (`thresholds_of`) are unknown.
+
+    A cell without a vector has NaN and a missing label.
+    """
     digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
     predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
     for end, (objective, classifier) in classifiers_of(model, config).items():
-        prediction = predict(model, embedding.vectors, classifier, smallest[end], objective)
-        predicted.heads[end] = prediction
-        predicted.obs[LABEL + end], predicted.obs[PROBABILITY + end] = prediction.labels, prediction.highest
-        predicted.obsm[PROBABILITIES + end] = prediction.probabilities
-        of_head = _about(classifier, prediction, smallest[end])
-        predicted.about.update({key + end: value for key, value in of_head.items()})
-    for end, (column, values) in values_of(model, embedding.vectors).items():
-        predicted.obs[VALUE + end], predicted.about[f"value_column{end}"] = values, column
+        calibration, least = classifier["calibration"] or {}, smallest[end]
+        logits = run_head(model, embedding.vectors, objective.logits).astype(np.float64)
+        probabilities = softmax(logits / calibration.get("temperature", 1.0), axis=1).astype(np.float32)
+        highest, names = probabilities.max(axis=1), list(classifier["labels"])
+        categories = names if UNKNOWN in names or not least else [*names, UNKNOWN]
+        known, below = np.isfinite(highest), highest < least
+        codes = np.where(known, np.where(known[:, None], probabilities, 0).argmax(axis=1), -1)
+        if below.any():
+            codes[below] = categories.index(UNKNOWN)
+        predicted.obs[LABEL + end] = pd.Categorical.from_codes(codes, categories)
+        predicted.obs[PROBABILITY + end], predicted.obsm[PROBABILITIES + end] = highest, probabilities
+        about = {
+            "label_column": classifier["label_column"],
+            "labels": classifier["labels"],
+            "min_probability": least,
+            "n_unknown": int(below.sum()),
+        }
+        kept = ("temperature", "calibration_error", "n_cells")
+        about |= {key: calibration[key] for key in kept if key in calibration}
+        predicted.about.update({key + end: value for key, value in about.items()})
+    regressions = regressions_of(model.objective)
+    for name, head in regressions.items():
+        end = f"_{name}" if len(regressions) > 1 else ""
+        predicted.obs[VALUE + end] = run_head(model, embedding.vectors, head.values)
+        predicted.about[f"value_column{end}"] = head.config.target_column
     return predicted
-
-
-def _about(classifier: dict[str, Any], prediction: Prediction, smallest: float) -> dict[str, Any]:
-    """Entries of uns for a head that predicts labels."""
-    calibration = classifier["calibration"] or {}
-    about = {
-        "label_column": classifier["label_column"],
-        "labels": classifier["labels"],
-        "min_probability": smallest,
-        "n_unknown": prediction.n_unknown,
-    }
-    kept = ("temperature", "calibration_error", "n_cells")
-    return about | {key: calibration[key] for key in kept if key in calibration}
 
 
 class LoadedModel:
     """An exported model with its vocabulary and tokens. A cell's vector depends on its counts alone.
 
-    Neither the other cells nor their order change it (but for rounding, 5e-6), and it is that of `cellmill embed`.
+    Neither the other cells nor their order change it (but for rounding, 5e-6), and `cellmill embed` writes the same.
 
     Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, of the first head; empty without any.
     """
@@ -388,8 +303,7 @@ class LoadedModel:
         dataset
             Name of the dataset, which a model with the covariate `dataset` reads.
         **options
-            Those of section `embed` of the configuration: token_budget, precision, min_coverage_frac,
-            min_expressed_frac.
+            Options of section `embed`: token_budget, precision, min_coverage_frac, min_expressed_frac.
 
         Raises
         ------
@@ -419,10 +333,9 @@ class LoadedModel:
     ) -> Predicted:
         """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated probabilities and numbers.
 
-        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)` adds it;
-        `labels` and `probabilities` are those of the first head of labels. Thresholds are those of section `predict` of
-        the configuration; other arguments are those of `embed`. Raises ConfigError for a model that predicts neither
-        labels nor numbers.
+        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)` adds it; `labels`
+        are from the first head of labels. Thresholds are options of section `predict`; other arguments are as in
+        `embed`. Raises ConfigError for a model that predicts neither labels nor numbers.
         """
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")

@@ -32,7 +32,7 @@ from cellmill.data.shards.index import DATASET
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
 from cellmill.evaluate.labels import count_labels, texts_of
-from cellmill.evaluate.predict import Prediction, classifiers_of, predict_heads, thresholds_of, uncalibrated
+from cellmill.evaluate.predict import LABEL, classifiers_of, predict_heads, thresholds_of, uncalibrated
 from cellmill.evaluate.results import read_external, write_embedding, write_prediction
 from cellmill.files import sha256_file
 from cellmill.models.families.autoregressive import AutoregressiveModel
@@ -222,7 +222,8 @@ def predict(
     print(f"{path.stem}: {embedding.coverage_frac:.1%} of counts on known genes")
     predicted = predict_heads(network, config, embedding, smallest)
     for end, (_, classifier) in classifiers_of(network, config).items():
-        _print_labelled(path.stem, obs, classifier, predicted.heads[end], smallest[end], out)
+        labels, n_unknown = predicted.obs[LABEL + end], predicted.about[f"n_unknown{end}"]
+        _print_labelled(path.stem, obs, classifier, labels, n_unknown, smallest[end], out)
     for key, column in predicted.about.items():
         if key.startswith("value_column"):
             print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
@@ -232,11 +233,17 @@ def predict(
 
 
 def _print_labelled(
-    name: str, obs: pd.DataFrame, classifier: dict[str, Any], prediction: Prediction, smallest: float, out: Path
+    name: str,
+    obs: pd.DataFrame,
+    classifier: dict[str, Any],
+    predicted: pd.Categorical,
+    n_unknown: int,
+    smallest: float,
+    out: Path,
 ) -> None:
     """Print how many cells are labelled, and as the file labels them, and which labels the model does not know."""
     column, labels = classifier["label_column"], classifier["labels"]
-    unknown = f"{prediction.n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
+    unknown = f"{n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
     print(f"{name}: {len(obs):,} cells labelled by {column}, {unknown} -> {out}")
     if not classifier["calibration"]:
         print(f"{name}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
@@ -245,7 +252,7 @@ def _print_labelled(
     counts = count_labels(obs, name, column, labels)
     if n_known := counts.n_labelled - counts.n_unknown:
         given = pd.Series(texts_of(obs[column]))
-        n_equal = int((given.isin(labels) & (given == np.asarray(prediction.labels, object))).sum())
+        n_equal = int((given.isin(labels) & (given == np.asarray(predicted, object))).sum())
         print(
             f"{name}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
             f"({n_equal / n_known:.3f})"

@@ -166,7 +166,7 @@ def _classifier(
         print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
         return known | {"calibration": None}
     print(_calibration_line({"calibration": vars(calibration)}), flush=True)
-    return known | {"calibration": calibration.to_json()}
+    return known | {"calibration": vars(calibration)}
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:

@@ -23,7 +23,7 @@ from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
 from cellmill.evaluate.labels import count_labels
-from cellmill.evaluate.predict import classifiers_of, temperature_of
+from cellmill.evaluate.predict import classifiers_of
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
@@ -48,7 +48,7 @@ class Reconstruct:
         if not arrays:
             return TaskResult(skipped="no scored cell has a gene that the model knows")
         for head, classifier in classifiers_of(network, context.model.config).values():
-            head.temperature = temperature_of(classifier)
+            head.temperature = (classifier["calibration"] or {}).get("temperature")
         figures, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
         unknown, notes = _unknown_labels(context, network.objective, cells)
         return TaskResult(figures={"n_cells": len(cells)} | figures | unknown, verdicts=verdicts, notes=notes)
