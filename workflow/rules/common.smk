@@ -25,7 +25,8 @@ with one_line():
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
-        validate(config, "../schemas/config.schema.json", set_default=False)
+        # `--config private=true` is a text, unlike True
+        validate({**config, "private": pipeline.private}, "../schemas/config.schema.json", set_default=False)
         # imports h5py, which jobs of a cluster do without
         from cellmill.data.prepare.check import check_datasets, check_inputs
 
