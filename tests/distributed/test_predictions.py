@@ -15,7 +15,7 @@ import pytest
 from cellmill.cli import main
 from cellmill.config.load import stored_options
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.shards.index import read_numbers
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.evaluate.embed import embed_cells, load_for_inference
@@ -118,7 +118,7 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
     manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
     shards = [ad.read_h5ad(manifest.shard_path(shard)).obs["age"] for shard in manifest.splits["train"].shards]
     ages = pd.concat(shards)
-    np.testing.assert_array_equal(read_numbers(manifest, "train", ["age"])[:, 0], ages)
+    np.testing.assert_array_equal(CellColumns(manifest, "train", "numbers", ["age"])[:][:, 0], ages)
     assert ages.isna().any()
 
     def objective(**given: Any) -> Any:
@@ -130,8 +130,8 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
     assert objective(target_column="age", target_std=2.0).target_std == 2.0
     for column, message in {
         "one": "objective.target_column one: expected numbers that differ, got",
-        "batch": "obs column 'batch' (objective.target_column) is text, such as 'batch",
-        "agee": "no obs column 'agee'; did you mean 'age'?",
+        "batch": "obs column 'batch' (objective.target_column) is text; choose one of: ",
+        "agee": "no obs column 'agee' (objective.target_column); did you mean 'age'?",
     }.items():
         with pytest.raises(UserError) as error:
             objective(target_column=column)

@@ -56,7 +56,7 @@ def test_embeddings_in_bfloat16_are_near_those_in_float32(context: Context, tmp_
 def test_tasks_run_the_model_in_the_precision_of_evaluate(context: Context) -> None:
     rounded = replace(context, options=context.options.model_copy(update={"precision": "bf16-mixed"}))
     counts = next(context.reader.rows(64))
-    features = [Features(one)._embedded(counts, one.model.network) for one in (rounded, context)]
+    features = [Features(one).embed(counts, one.model.network) for one in (rounded, context)]
     near_and_not_equal(*features)
     assert EMBEDDING in Features(rounded).of(counts)
     mse = [Reconstruct(ReconstructConfig()).run(one).figures["mse"] for one in (rounded, context)]

@@ -14,7 +14,7 @@ from small_corpus import genes_named, random_counts, vocabulary_of, write_datase
 from cellmill.config.corpus import Shard
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.shards.index import read_level_numbers
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
@@ -35,7 +35,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
-    numbers = read_level_numbers(manifest, "train", manifest.levels({"kind": "a test"}))
+    numbers = CellColumns(manifest, "train", "levels", ["kind"])
     return Repeats(numbers[:][:, 0], stream)
 
 

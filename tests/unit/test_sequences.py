@@ -18,10 +18,9 @@ from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
-from cellmill.data.shards.index import read_numbers
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.plan import hash_cells, hash_genes, places
-from cellmill.data.shards.reader import OpenFiles, open_rows
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.stages import cells as embed
@@ -149,10 +148,10 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     manifest = Manifest.read(corpus["manifest"])
     written = pd.concat([ad.read_h5ad(manifest.shard_path(shard)).obs for shard in manifest.entry("train").shards])
     expected = [np.mean([HYDROPATHY[residue] for residue in sequences[name]]) for name in written.index]
-    numbers = read_numbers(manifest, "train", ["hydropathy"])[:, 0]
+    numbers = CellColumns(manifest, "train", "numbers", ["hydropathy"])[:][:, 0]
     np.testing.assert_allclose(numbers, expected, atol=5.1e-4)
-    with pytest.raises(DataError, match=r"'family' \(objective.target_column\) is text, such as 'family_"):
-        read_numbers(manifest, "train", ["family"])
+    with pytest.raises(DataError, match=r"'family' \(a\) is text; choose one of: .*hydropathy"):
+        manifest.fingerprint_with([], {"family": "a"})
 
     tokens = Tokens.model_validate(TOKENS)
     given = {"global_batch": 8, "token_budget": 400, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
@@ -166,7 +165,7 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"):
         check_rows(cells, manifest, "shards")
     assert manifest.ordered
-    assert open_rows(tmp_path / "shards" / "test-00000.h5ad", OpenFiles()).dtype == np.uint16
+    assert manifest.splits["test"].shards[0].dtype == "uint16"
 
 
 def test_cells_and_sequences_share_no_corpus(fasta: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,11 +25,11 @@ from cellmill.config.run import Stream
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
-from cellmill.data.shards.index import open_index
+from cellmill.data.shards.index import CellColumns, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
 from cellmill.data.shards.plan import FOLDER, hash_cells, hash_genes, make_plan
-from cellmill.data.shards.reader import OpenFiles, open_rows, open_shards
+from cellmill.data.shards.reader import OpenFiles, open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
@@ -36,7 +37,7 @@ from cellmill.evaluate.task import TrainedContents
 from cellmill.stages import data as divide
 from cellmill.stages import data as shard
 from cellmill.stages import data as shard_part
-from tests.unit.test_shards import two_datasets, without_index
+from tests.unit.test_shards import two_datasets
 
 OPTIONS = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
 # of `two_datasets` in version 0.1.0, by seed of the shards, and for one split by dataset
@@ -133,16 +134,19 @@ def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
     vocabulary = vocabulary_of(ids)
     manifest = write_shards(paths, vocabulary, OPTIONS, tmp_path / "shards" / "manifest.json")
     for split, entry in manifest.splits.items():
-        for shard_entry, rows in zip(entry.shards, open_shards(manifest, split)):
-            read = open_rows(manifest.shard_path(shard_entry), OpenFiles())
-            np.testing.assert_array_equal(rows.indptr, read.indptr)
-            assert (rows.offsets, rows.n_vars, rows.dtype) == (read.offsets, read.n_vars, read.dtype)
+        for rows in open_shards(manifest, split):
+            with h5py.File(rows.path) as file:
+                np.testing.assert_array_equal(rows.indptr, file["X/indptr"])
+                np.testing.assert_array_equal(rows.read_genes(0, rows.nnz), file["X/indices"])
+                np.testing.assert_array_equal(rows.read_counts(0, rows.nnz), file["X/data"])
         cells = [ad.read_h5ad(manifest.shard_path(shard_entry)).X for shard_entry in entry.shards]
         x = sp.vstack(cells, format="csr")
         hashes = hash_cells(x.indptr, x.indices, x.data, hash_genes(ids))
-        stored = open_index(manifest, split, "hashes")
-        assert stored is not None
-        assert sorted(hashes.tolist()) == stored.T.tolist()
+        assert sorted(hashes.tolist()) == open_index(manifest, split, "hashes").T.tolist()
+        obs = pd.concat([ad.read_h5ad(manifest.shard_path(shard_entry)).obs for shard_entry in entry.shards])
+        numbers = CellColumns(manifest, split, "numbers", ["n", "age"])
+        np.testing.assert_array_equal(numbers[:], obs[["n", "age"]])
+    assert list(manifest.obs_numbers) == ["age", "n"]
     damaged = manifest.path.with_name("train-offsets.npy")
     damaged.write_bytes(damaged.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"train-offsets\.npy: damaged: .*make the shards again"):
@@ -151,25 +155,22 @@ def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
         verify(manifest)
 
 
-def stream_of(manifest: Manifest, rank: int = 0) -> CellStream:
-    tokens, stream = Tokens.model_validate({"max_tokens": 9}), Stream(lanes=4, block_cells=4, window_blocks=2)
-    return CellStream(
-        manifest.path, "train", tokens, stream, global_batch=16, token_budget=90, rank=rank, world=2, seed=0
-    )
+def open_in(folder: Path) -> list[str]:
+    """Files of a folder that this process has open."""
+    paths = map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))  # one of them listed them, and is gone
+    links = [os.readlink(path) for path in paths if os.path.lexists(path)]
+    return [link for link in links if link.startswith(str(folder)) and not link.endswith(".npy")]  # which are mapped
 
 
-def batches_of(stream: CellStream) -> list[tuple[list[int], list[int]]]:
-    steps = zip(range(stream.steps_per_epoch), stream)
-    return [(batch.cells.tolist(), batch.genes.tolist()) for _, step in steps for batch in step]
-
-
-def test_a_stream_opens_only_what_it_reads_and_is_that_of_shards_without_index(tmp_path: Path) -> None:
+def test_a_stream_opens_only_what_it_reads(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 400, cells_per_shard=64)
-    streams = [stream_of(manifest, rank) for rank in range(2)]
-    assert all(not len(shard_rows._files) for stream in streams for shard_rows in stream._shards)
-    found = [batches_of(stream) for stream in streams]
-    without_index(manifest)
-    assert found == [batches_of(stream_of(manifest, rank)) for rank in range(2)]
+    tokens, options = Tokens.model_validate({"max_tokens": 9}), Stream(lanes=4, block_cells=4, window_blocks=2)
+    given: dict[str, Any] = {"global_batch": 16, "token_budget": 90, "rank": 0, "world": 2, "seed": 0}
+    stream = CellStream(manifest.path, "train", tokens, options, **given)
+    assert not open_in(tmp_path)
+    next(iter(stream))
+    assert open_in(tmp_path)
+    stream.close()
 
 
 def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -177,16 +178,10 @@ def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> No
     gone, short = open_shards(manifest, "train")[:2]
     gone.path.unlink()
     with pytest.raises(DataError, match=r"train-00000\.h5ad: no such file; make the shards again"):
-        gone.read_genes(0, [np.empty(4, np.int32)])
+        gone.read_genes(0, 4)
     os.truncate(short.path, 5000)
-    with pytest.raises(DataError, match=r"train-00001\.h5ad: truncated: 5,000 of at least [0-9,]+ bytes"):
-        short.read_counts(0, [np.empty(4, np.uint16)])
-
-
-def open_in(folder: Path) -> list[str]:
-    """Files of a folder that this process has open."""
-    paths = map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))  # one of them listed them, and is gone
-    return [path for path in paths if os.path.lexists(path) and os.readlink(path).startswith(str(folder))]
+    with pytest.raises(DataError, match=r"train-00001\.h5ad: damaged: truncated: 5,000 of at least [0-9,]+ bytes"):
+        short.read_counts(0, 4)
 
 
 def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:

@@ -64,10 +64,8 @@ def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(
             for place, name in enumerate(cells.obs_names):
                 dataset, cell = name.split(":")
                 original = counts[dataset][int(cell.removeprefix("cell"))]
-                start, stop = rows.indptr[place : place + 2]
-                genes, values = np.empty(stop - start, np.int32), np.empty(stop - start, np.uint16)
-                rows.read_genes(int(start), [genes])
-                rows.read_counts(int(start), [values])
+                span = rows.indptr[place : place + 2].tolist()
+                genes, values = rows.read_genes(*span), rows.read_counts(*span)
                 wanted_genes, wanted = rank_order(original.indices, original.data, inverse)
                 np.testing.assert_array_equal(genes, wanted_genes)
                 np.testing.assert_array_equal(values, wanted)
@@ -262,75 +260,6 @@ def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pyte
     assert not manifest.path.exists()
 
 
-def without_index(manifest: Manifest) -> Manifest:
-    """The manifest as version 0.1.0 wrote it: shards are opened at once."""
-    tree = json.loads(manifest.path.read_text())
-    del tree["checksum"]
-    for split in tree["splits"].values():
-        del split["index"]
-        for shard in split["shards"]:
-            del shard["genes_at"], shard["counts_at"]
-    manifest.path.write_text(json.dumps(tree))
-    return Manifest.read(manifest.path)
-
-
-def rewrite(path: Path, **layout: object) -> None:
-    """Write X/indices of a shard again with another layout."""
-    with h5py.File(path, "a") as file:
-        values = file["X/indices"][:]
-        del file["X/indices"]
-        file["X"].create_dataset("indices", data=values, **layout)
-
-
-def grow(path: Path) -> None:
-    with h5py.File(path, "a") as file:
-        file["X/indptr"][-1] += 1
-
-
-def swap(path: Path) -> None:
-    shutil.copy(path.with_name("train-00002.h5ad"), path)
-
-
-def cut(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-
-
-def widen(path: Path) -> None:
-    with h5py.File(path, "a") as file:
-        values = file["X/indices"][:].astype(np.int64)
-        del file["X/indices"]
-        file["X"].create_dataset("indices", data=values)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: rewrite(path, chunks=(64,)), "/X/indices is chunked"),
-        (lambda path: rewrite(path, chunks=(64,), compression="gzip"), "/X/indices is compressed or filtered"),
-        (widen, "/X/indices: expected <i4, got <i8"),
-        (cut, "truncated: .* bytes"),
-        (grow, "damaged: X/indptr does not match"),
-        (swap, "expected cells 100 as in the manifest, got 50"),
-        (lambda path: path.write_bytes(b"no"), "not an HDF5 file"),
-        (lambda path: path.unlink(), "no such file"),
-    ],
-    ids=["chunked", "compressed", "int64", "truncated", "indptr", "swapped", "no hdf5", "gone"],
-)
-def test_a_damaged_shard_is_named_when_it_is_opened(
-    corpus: Manifest, tmp_path: Path, damage: object, message: str
-) -> None:
-    folder = tmp_path / "shards"
-    shutil.copytree(corpus.path.parent, folder)
-    manifest = Manifest.read(folder / "manifest.json")
-    assert callable(damage)
-    damage(folder / "train-00001.h5ad")
-    with pytest.raises(DataError, match=rf"train-00001\.h5ad.*{message}"):
-        open_shards(without_index(manifest), "train")
-    with pytest.raises(DataError, match=r"train-00001\.h5ad"):
-        verify(manifest)
-
-
 def test_verify_detects_one_changed_byte(corpus: Manifest, tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     shutil.copytree(corpus.path.parent, folder)
@@ -348,17 +277,17 @@ def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(co
     folder = tmp_path / "shards"
     shutil.copytree(corpus.path.parent, folder)
     rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
-    rows.check_size()
+    rows.read_genes(0, 4)
     with open(rows.path, "r+b") as file:
         file.truncate(2000)
-    with pytest.raises(DataError, match=r"train-00000\.h5ad: short read: .* truncated while open"):
-        rows.read_genes(0, [np.empty(rows.indptr[-1], np.int32)])
+    with pytest.raises(DataError, match=r"train-00000\.h5ad: damaged: short read: .* truncated while open"):
+        rows.read_genes(0, rows.nnz)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"format": 2}, "expected manifest format 1, got 2"),
+        ({"format": 1}, r"expected manifest format 2, got 1; make the shards again \(the `shard` stage\)"),
         ({"seed": 9}, "expected fingerprint .* edited or damaged"),
         ({"splits": {"train": {}}}, "not a shard manifest"),
         ({"vocabulary": None, "fingerprint": "x"}, "not a shard manifest"),
@@ -377,7 +306,7 @@ def test_an_edited_offset_is_refused_and_keys_in_another_order_are_not(corpus: M
     assert Manifest.read(path).splits == corpus.splits
     tree["splits"]["train"]["shards"][0]["genes_at"] += 4
     path.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=r"manifest\.json: its checksum is not of its entries: edited or damaged"):
+    with pytest.raises(DataError, match=r"manifest\.json: .*its checksum is not of its entries: edited or damaged"):
         Manifest.read(path)
 
 
@@ -397,5 +326,5 @@ def test_cells_that_preprocess_did_not_write_are_refused(tmp_path: Path) -> None
     ids = genes_named(10)
     cells = ad.AnnData(random_counts(80, 10), var=pd.DataFrame(index=ids))
     cells.write_h5ad(tmp_path / "a.h5ad")
-    with pytest.raises(DataError, match=r"a\.h5ad: /X/indices is chunked"):
+    with pytest.raises(DataError, match=r"a\.h5ad: not cells of preprocess: /X/indices is chunked"):
         write_shards([tmp_path / "a.h5ad"], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")

@@ -20,7 +20,6 @@ from cellmill.data.inputs.anndata_files import open_anndata
 from cellmill.data.inputs.formats import declared_names
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
-from cellmill.data.shards.obs import read_shard
 from cellmill.data.shards.reader import read_gene_ids
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks.changes import find_units
@@ -113,7 +112,6 @@ def test_text_that_pandas_3_wrote_as_values_and_a_mask_is_read(tmp_path: Path) -
         file["obs"].attrs["column-order"] = np.array(["n", "donor"], object)
         write_elem(file, "X", sp.csr_matrix(np.ones((2, 2), np.float32)))
     assert read_gene_ids(path) == ["ENSG1", "ENSG2"]
-    assert read_shard(path, {"donor": ["d", "e"]}).tolist() == [[2], [1]]
     with declared_names(path) as names:
         assert names is not None
         assert names.categories_of("donor") == ["d", "e"]

@@ -214,3 +214,10 @@ def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, mon
 
 def test_a_value_at_an_edge_is_in_the_bin_above_it() -> None:
     assert shared_bins(np.array([0.5, 1.0, 1.5, 2.0]), np.array([1.0, 2.0])).tolist() == [1, 2, 2, 3]
+
+
+def test_values_above_the_last_bin_are_in_it_and_small_ones_in_the_first() -> None:
+    counts = np.array([1, 999_999], np.uint32)
+    for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
+        options = BinnedTokens(binning="uniform", bins=4, max_value=top)
+        assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist() == expected

@@ -31,7 +31,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import HASHES, are_in, open_index
+from cellmill.data.shards.index import are_in, open_index
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify_once
 from cellmill.data.shards.plan import hash_cells, hash_genes, places, select_genes
 from cellmill.data.shards.reader import open_shards, read_gene_ids
@@ -126,13 +126,10 @@ def _blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np
             if n_cells >= max_cells:
                 return
             starts = shard.indptr[first : first + _ROWS + 1].astype(np.int64)
-            genes = np.empty(int(starts[-1] - starts[0]), np.int32)
-            counts = np.empty(len(genes), shard.dtype)
-            if len(genes):
-                shard.read_genes(int(starts[0]), [genes])
-                shard.read_counts(int(starts[0]), [counts])
-                if not 0 <= genes.min() <= genes.max() < manifest.n_genes:  # which crashes scipy
-                    raise DataError(f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}")
+            span = int(starts[0]), int(starts[-1])
+            genes, counts = shard.read_genes(*span), shard.read_counts(*span)
+            if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:  # which crashes scipy
+                raise DataError(f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}")
             n_cells += len(starts) - 1
             yield genes, counts, starts - starts[0]
         shard.close()
@@ -169,8 +166,7 @@ class TrainedContents:
             trained = [split for split in READ if manifest.splits[split].n_obs]
             ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
             genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
-            hashes = [open_index(manifest, split, HASHES) for split in trained]
-            self._corpora.append((genes, [known for known in hashes if known is not None]))
+            self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
 
     def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
         """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""

@@ -12,7 +12,7 @@ from cellmill.config.load import read_model_config, unequal
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.index import MISSING, read_level_numbers, read_numbers
+from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
@@ -42,15 +42,15 @@ class CorpusFacts:
     def cells_by_level(self, column: str) -> dict[str, int]:
         """Number of training cells of each level."""
         levels = self.shards.levels({column: "objective"})
-        numbers = read_level_numbers(self.shards, "train", levels)[self._train_cells()]
+        numbers = CellColumns(self.shards, "train", "levels", levels)[self._train_cells()]
         counts = np.bincount(numbers[:, 0], minlength=len(levels[column]) + 1)[1:].tolist()
         return {level: n for level, n in zip(levels[column], counts) if level != MISSING}
 
     def moments(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of a column of numbers."""
-        self.shards.fingerprint_with((), [column])  # names a column that is not there
-        numbers = read_numbers(self.shards, "train", {column: self.options.number_columns()[column]})
-        known = numbers[self._train_cells(), 0]
+        self.shards.fingerprint_with((), {column: "objective"})  # names a column that is not there
+        numbers = CellColumns(self.shards, "train", "numbers", [column])
+        known = numbers[self._train_cells()][:, 0]
         known = known[np.isfinite(known)]
         if not len(known) or not known.std():
             raise ConfigError(

@@ -224,7 +224,7 @@ def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
     """Return the column that validation takes for the batch: the objective's, or `dataset` if there are several."""
     objective = options.objective
     given = next((name for name in objective.columns().levels if name not in objective.supervised_by), None)
-    several = len(manifest.obs_levels.get(DATASET, {}).get("levels", ())) > 1
+    several = DATASET in manifest.obs_levels and len(manifest.obs_levels[DATASET]["levels"]) > 1
     return given or (DATASET if several else None)
 
 

@@ -112,8 +112,6 @@ def _regions(file: ShardEntry | IndexEntry) -> list[tuple[int, int]]:
     """Offset and bytes of X/indices and X/data, in the order of the file."""
     if isinstance(file, IndexEntry) or not file.nnz:
         return []
-    if file.genes_at is None or file.counts_at is None:
-        raise DataError(f"{file.name}: of an earlier version, without offsets in the manifest; {REMEDY}")
     return sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, np.dtype(file.dtype).itemsize * file.nnz)])
 
 
@@ -138,10 +136,8 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
     by_gene, inverse = [], inverse_medians(medians)
     for number, first in enumerate(range(0, rows.n_obs, _ROWS)):
         starts = indptr[first : first + _ROWS + 1]
-        genes, counts = np.empty(starts[-1] - starts[0], "<i4"), np.empty(starts[-1] - starts[0], rows.dtype)
-        if len(genes):
-            rows.read_genes(int(starts[0]), [genes])
-            rows.read_counts(int(starts[0]), [counts])
+        span = int(starts[0]), int(starts[-1])
+        genes, counts = rows.read_genes(*span), rows.read_counts(*span)
         starts = starts - starts[0]
         order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
         restored = rank_order_rows(starts, genes[order], counts[order], inverse)
@@ -210,8 +206,6 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
     inverse = inverse_medians(np.frombuffer(_member(archive, "medians", None), "<f4"))
     if starts[0] or starts[-1] != file.nnz or (np.diff(starts) < 0).any():
         raise ValueError(f"its offsets of rows are not of {file.nnz:,} nonzeros")
-    assert file.genes_at is not None
-    assert file.counts_at is not None
     edges, dtype = [*range(0, file.n_obs, _ROWS), file.n_obs], np.dtype(file.dtype)
     descriptor = restored.fileno()
     restored.flush()

@@ -1,20 +1,21 @@
 """The manifest of a corpus's shards: their contents, and digests to check them by.
 
 It is written last in a folder of shards: its existence means they are complete. It needs no HDF5, so a launcher can
-check a corpus in little memory. Types and ranges of manifest.json are checked before it is used: the fingerprint covers
-cells and order, but not the names of the files, which must not lead out of their folder. verified.json lists the files
-whose bytes have been hashed, with the size and time that each had then.
+check a corpus in little memory. Types and ranges are checked when manifest.json is read, not later: the fingerprint
+covers cells and order, but not the names of the files, which must not lead out of their folder. verified.json lists the
+files whose bytes have been hashed, with the size and time that each had then.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NotRequired, Self, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.plugin import in_one_line
@@ -23,155 +24,113 @@ from cellmill.data.genes.vocabulary import as_places
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, read_json, sha256_file, write_json
 
+FORMAT = 2
+REMEDY = "make the shards again (the `shard` stage)"
+
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-Kind = Literal["offsets", "hashes", "levels"]
+Kind = Literal["offsets", "hashes", "levels", "numbers"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
-class _Shard(_Part):
+class ShardEntry(_Part):
     name: FileName
     n_obs: Count
     nnz: Count
-    dtype: Literal["uint16", "uint32"]
-    sha256: Digest
-    content: Digest
-    genes_at: Count | None = None
-    counts_at: Count | None = None
+    dtype: Literal["uint16", "uint32"]  # of the counts: uint32 if one needs it
+    sha256: Digest  # of the file's bytes
+    content: Digest  # of cell names, genes and counts: independent of the library that wrote the file
+    genes_at: Count  # offset of X/indices in bytes
+    counts_at: Count  # offset of X/data
 
 
-class _Index(_Part):
+class IndexEntry(_Part):
+    """A file beside the shards with values of each cell of a split."""
+
     name: FileName
     sha256: Digest
 
 
-class _Split(_Part):
+class SplitEntry(_Part):
     n_obs: Count
     nnz: Count
-    shards: list[_Shard]
-    index: dict[Kind, _Index] = {}
-
-
-class _Vocabulary(_Part):
-    digest: Digest
-    n_genes: Annotated[int, Field(ge=1, lt=2**31)]
-    variability: list[int] | None = None
-
-
-class _Levels(_Part):
-    levels: list[str]
-    digest: Digest
-
-
-class _Manifest(_Part):
-    fingerprint: Digest
-    vocabulary: _Vocabulary
-    seed: int
-    split: dict[str, Any]
-    obs_columns: list[str]
-    left_out: dict[str, Count]
-    splits: dict[str, _Split]
-    obs_levels: dict[str, _Levels] = {}
-    ordered: bool = False
-    ranked: bool = False
-    duplicates: dict[str, Count] = {}
-    across_splits: Count = 0
-    checksum: Digest | None = None
-
-
-def check_manifest(tree: Mapping[str, Any]) -> None:
-    """Raise ValueError, in one line, for a value of another type or range, or entries that contradict each other."""
-    try:
-        checked = _Manifest.model_validate(tree)
-    except ValidationError as error:
-        raise ValueError(error_line(*explain(error, _Manifest))[:200]) from None
-    if checked.vocabulary.variability is not None:
-        as_places(checked.vocabulary.variability, checked.vocabulary.n_genes)
-    splits = checked.splits
-    if missing := [name for name in SPLITS if name not in splits]:
-        raise ValueError(f"splits.{missing[0]}: is missing")
-    names = [shard.name for split in splits.values() for shard in split.shards]
-    if len(set(names)) < len(names):
-        raise ValueError("splits: two shards of one name")
-    if unknown := checked.obs_levels.keys() - set(checked.obs_columns):
-        raise ValueError(f"obs_levels.{min(unknown)[:80]}: is none of obs_columns")
-    for name, split in splits.items():
-        for key, total in (("n_obs", split.n_obs), ("nnz", split.nnz)):
-            if total != (parts := sum(getattr(shard, key) for shard in split.shards)):
-                raise ValueError(f"splits.{name}.{key}: {total:,}, but its shards have {parts:,}")
-        for kind, file in split.index.items():
-            if file.name != (expected := f"{name}-{kind}.npy"):
-                raise ValueError(f"splits.{name}.index.{kind}.name: expected {expected}")
-        if "offsets" in split.index and any(None in (shard.genes_at, shard.counts_at) for shard in split.shards):
-            raise ValueError(f"splits.{name}: a shard without genes_at or counts_at, which index.offsets needs")
-
-
-FORMAT = 1
-REMEDY = "make the shards again (the `shard` stage)"
-_ADDED = ("obs_levels", "ordered", "duplicates", "across_splits", "ranked")  # since 0.1.0
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    name: str
-    n_obs: int
-    nnz: int
-    dtype: str  # dtype of the counts: uint16, or uint32 if a count needs it
-    sha256: str  # of the file's bytes
-    content: str  # SHA-256 of cell names, genes and counts: independent of the library that wrote the file
-    genes_at: int | None = None  # offset of X/indices in bytes; None in shards of 0.1.0
-    counts_at: int | None = None  # offset of X/data
-
-
-@dataclass(frozen=True)
-class IndexEntry:
-    """A file beside the shards with a number for each cell of a split."""
-
-    name: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class SplitEntry:
-    n_obs: int
-    nnz: int
-    shards: tuple[ShardEntry, ...]
-    index: dict[str, IndexEntry] = field(default_factory=dict)  # `offsets`, `hashes`, `levels`; none in 0.1.0
+    shards: list[ShardEntry]
+    index: dict[Kind, IndexEntry]  # all kinds if there are cells, else none
 
     @property
-    def files(self) -> tuple[ShardEntry | IndexEntry, ...]:
+    def files(self) -> list[ShardEntry | IndexEntry]:
         """Every file of the split."""
-        return (*self.shards, *self.index.values())
+        return [*self.shards, *self.index.values()]
 
 
-@dataclass(frozen=True)
-class Manifest:
+class ShardVocabulary(TypedDict):
+    digest: Digest
+    n_genes: Annotated[int, Field(ge=1, lt=2**31)]
+    medians_digest: Digest  # of the medians used for the rank order
+    variability: NotRequired[list[int]]
+
+
+class ObsLevels(TypedDict):
+    levels: list[str]
+    digest: Digest  # of the level of every cell
+
+
+class Manifest(_Part):
     """Contents of manifest.json; the shards are beside it."""
 
-    path: Path
-    fingerprint: str  # digest of cells, order, split and vocabulary; not of paths or library versions
-    vocabulary: dict[str, Any]
-    """`digest`, `n_genes`, and `medians_digest`, of the medians used for the rank order; `variability` if kept."""
+    path: Annotated[Path, Field(exclude=True)]
+    fingerprint: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of cells, order, split and vocabulary; not of paths or library versions."""
+    vocabulary: ShardVocabulary
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
-    left_out: dict[str, int]  # by dataset, number of cells without any gene of the vocabulary
+    left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
     splits: dict[str, SplitEntry]
-    obs_levels: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By obs column: `levels`, and `digest` of the level of every cell; columns of other numbers are absent."""
-    ordered: bool = False  # rows are sequences
-    duplicates: dict[str, int] = field(default_factory=dict)
+    obs_levels: dict[str, ObsLevels]  # of obs columns with levels
+    obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
+    ordered: bool  # rows are sequences
+    duplicates: dict[str, Count]
     """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
-    ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
-    across_splits: int = 0  # number of cells of which another split has an equal one
+    ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
+    across_splits: Count  # number of cells of which another split has an equal one
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        """Refuse entries that contradict each other."""
+        if self.variability is not None:
+            as_places(self.vocabulary["variability"], self.n_genes)
+        if missing := [name for name in SPLITS if name not in self.splits]:
+            raise ValueError(f"splits.{missing[0]}: is missing")
+        names = [shard.name for split in self.splits.values() for shard in split.shards]
+        if len(set(names)) < len(names):
+            raise ValueError("splits: two shards of one name")
+        for field in ("obs_levels", "obs_numbers"):
+            if unknown := getattr(self, field).keys() - set(self.obs_columns):
+                raise ValueError(f"{field}.{min(unknown)[:80]}: is none of obs_columns")
+        for name, split in self.splits.items():
+            for field in ("n_obs", "nnz"):
+                total, parts = getattr(split, field), sum(getattr(shard, field) for shard in split.shards)
+                if total != parts:
+                    raise ValueError(f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}")
+            index = {kind: f"{name}-{kind}.npy" for kind in get_args(Kind)} if split.n_obs else {}
+            if {kind: file.name for kind, file in split.index.items()} != index:
+                raise ValueError(
+                    f"splits.{name}.index: expected the files {', '.join(index.values()) or 'of no cells'}"
+                )
+        if self.fingerprint != (expected := fingerprint_of(self.vocabulary, self.seed, self.split, self.splits)):
+            raise ValueError(
+                f"expected fingerprint {expected[:12]} from its entries, got {self.fingerprint[:12]}: edited or damaged"
+            )
+        return self
 
     @property
     def n_genes(self) -> int:
-        return int(self.vocabulary["n_genes"])
+        return self.vocabulary["n_genes"]
 
     @property
     def variability(self) -> np.ndarray | None:
@@ -187,78 +146,56 @@ class Manifest:
         try:
             if tree["format"] != FORMAT:
                 raise DataError(f"{path}: expected manifest format {FORMAT}, got {repr(tree['format'])[:80]}; {REMEDY}")
-            check_manifest(tree)
-            splits = {name: _split_entry(split) for name, split in tree["splits"].items()}
-            fields = ("fingerprint", "vocabulary", "seed", "split", "obs_columns", "left_out")
-            added = {name: tree[name] for name in _ADDED if name in tree}
-            given = {name: tree[name] for name in fields} | added
-            manifest = cls(path=path, splits=splits, **given)
-            expected = manifest.expected_fingerprint()
-            edited = "checksum" in tree and tree.pop("checksum") != digest(tree)  # none in 0.1.0
+            manifest = cls.model_validate({**tree, "path": path})
+            if tree.pop("checksum") != digest(tree):  # the fingerprint does not cover names, offsets and levels
+                raise ValueError("its checksum is not of its entries: edited or damaged")
+            return manifest
+        except ValidationError as error:
+            reason = error_line(*explain(error, cls))[:200]
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise DataError(f"{path}: not a shard manifest ({in_one_line(error)}); {REMEDY}") from None
-        if manifest.fingerprint != expected:
-            raise DataError(
-                f"{path}: expected fingerprint {expected[:12]} from its entries, got {manifest.fingerprint[:12]}: "
-                f"edited or damaged; {REMEDY}"
-            )
-        if edited:  # the fingerprint does not cover names, offsets and levels
-            raise DataError(f"{path}: its checksum is not of its entries: edited or damaged; {REMEDY}")
-        return manifest
+            reason = in_one_line(error)
+        raise DataError(f"{path}: not a shard manifest ({reason}); {REMEDY}")
 
     def write(self) -> None:
         """Write the file, atomically."""
-        tree = {"format": FORMAT} | asdict(self)
-        del tree["path"]
+        tree = {"format": FORMAT} | self.model_dump()
         write_json(self.path, tree | {"checksum": digest(tree)})
 
-    def expected_fingerprint(self) -> str:
-        """Fingerprint computed from the other fields."""
-        splits = {
-            name: [[shard.n_obs, shard.nnz, shard.content] for shard in split.shards]
-            for name, split in self.splits.items()
-        }
-        fields = {"format": FORMAT, "vocabulary": self.vocabulary, "seed": self.seed, "split": self.split}
-        return digest(fields | {"splits": splits})
-
     def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """Levels of obs columns by name, in the order of `columns`: names, and the option that asks for each.
+        """Levels of obs columns by name, in the order of `columns`: names, and the option that names each.
 
         Raises DataError for a column that is not there or has no levels.
         """
+        lacks = "has no levels: it is of numbers with decimals, or of too many values"
+        self._require(columns, self.obs_levels, lacks)
+        return {name: tuple(self.obs_levels[name]["levels"]) for name in columns}
+
+    def _require(self, columns: Mapping[str, str], known: Collection[str], lacks: str) -> None:
         for name, option in columns.items():
             if name not in self.obs_columns:
                 hint = did_you_mean(name, self.obs_columns)
                 raise DataError(f"{self.path}: no obs column {name!r} ({option}); {hint}")
-            if name not in self.obs_levels:
-                if not self.obs_levels:
-                    raise DataError(f"{self.path}: of an earlier version, without levels of obs columns; {REMEDY}")
-                known = ", ".join(self.obs_levels)
-                raise DataError(
-                    f"{self.path}: obs column {name!r} ({option}) has no levels: it is of numbers with decimals, or of "
-                    f"too many values; choose one of: {known}"
-                )
-        return {name: tuple(self.obs_levels[name]["levels"]) for name in columns}
+            if name not in known:
+                choices = ", ".join(known)
+                raise DataError(f"{self.path}: obs column {name!r} ({option}) {lacks}; choose one of: {choices}")
 
-    def fingerprint_with(self, columns: Iterable[str], numbers: Iterable[str] = ()) -> str:
+    def fingerprint_with(self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})) -> str:
         """Fingerprint of the cells with levels of obs columns, and with numbers of others; without that of the shards.
 
-        Numbers have no digest of their own: theirs is that of the shards' files. Raises DataError for a column of
-        numbers that is not there.
+        `numbers` are names, and the option that names each. Raises DataError for a column without numbers.
         """
-        read: dict[str, Any] = {name: self.obs_levels[name] for name in columns}
-        if missing := [name for name in numbers if name not in self.obs_columns]:
-            raise DataError(f"{self.path}: no obs column {missing[0]!r}; {did_you_mean(missing[0], self.obs_columns)}")
-        tree = {"shards": self.fingerprint, "obs_levels": read} if read else {}
-        if names := list(numbers):
-            files = [shard.sha256 for split in self.splits.values() for shard in split.shards]
-            tree |= {"shards": self.fingerprint, "obs_numbers": names, "files": files}
-        return digest(tree) if tree else self.fingerprint
+        self._require(numbers, self.obs_numbers, "is text")
+        read: dict[str, Any] = {
+            "obs_levels": {name: self.obs_levels[name] for name in levels},
+            "obs_numbers": {name: self.obs_numbers[name] for name in numbers},
+        }
+        read = {field: columns for field, columns in read.items() if columns}
+        return digest({"shards": self.fingerprint} | read) if read else self.fingerprint
 
     def entry(self, split: str) -> SplitEntry:
-        """The entry of `split`. Raises DataError when it is missing or has no cells."""
-        if split not in self.splits or not self.splits[split].n_obs:
-            others = ", ".join(name for name in SPLITS if name in self.splits and self.splits[name].n_obs)
+        """The entry of `split`. Raises DataError when it has no cells."""
+        if not self.splits[split].n_obs:
+            others = ", ".join(name for name in SPLITS if self.splits[name].n_obs)
             raise DataError(f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac")
         return self.splits[split]
 
@@ -266,9 +203,12 @@ class Manifest:
         return self.path.parent / shard.name
 
 
-def _split_entry(tree: dict[str, Any]) -> SplitEntry:
-    index = {name: IndexEntry(**entry) for name, entry in tree.get("index", {}).items()}
-    return SplitEntry(tree["n_obs"], tree["nnz"], tuple(ShardEntry(**shard) for shard in tree["shards"]), index)
+def fingerprint_of(
+    vocabulary: ShardVocabulary, seed: int, split: dict[str, Any], splits: Mapping[str, SplitEntry]
+) -> str:
+    """Fingerprint of shards. Its own number of format changes if the same entries come to mean other cells."""
+    contents = {name: [[shard.n_obs, shard.nnz, shard.content] for shard in own.shards] for name, own in splits.items()}
+    return digest({"format": 1, "vocabulary": vocabulary, "seed": seed, "split": split, "splits": contents})
 
 
 def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None, threads: int = 4) -> None:
@@ -311,13 +251,17 @@ def verify_once(manifest: Manifest) -> None:
 
 def unverified(manifest: Manifest, files: list[ShardEntry | IndexEntry]) -> list[ShardEntry | IndexEntry]:
     """Those of `files` whose size or time is not as in verified.json."""
-    known = _known(_record(manifest), manifest.fingerprint)
-    return [file for file in files if known.get(file.name) != _stamp(manifest.shard_path(file))]
+    try:
+        tree = read_json(_record(manifest))
+        known = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
+    except (DataError, OSError, KeyError, TypeError, ValueError):
+        known = {}
+    return [file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))]
 
 
 def record(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
-    stamps = {file.name: _stamp(manifest.shard_path(file)) for file in files_of_training(manifest)}
+    stamps = {file.name: stamp(manifest.shard_path(file)) for file in files_of_training(manifest)}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
         write_json(_record(manifest), {"fingerprint": manifest.fingerprint, "files": stamps})
 
@@ -326,18 +270,9 @@ def _record(manifest: Manifest) -> Path:
     return manifest.path.with_name("verified.json")
 
 
-def _known(record: Path, fingerprint: str) -> dict[str, Any]:
-    """Stamps of the files when they were last hashed, by name; none if they are of another corpus."""
-    try:
-        tree = read_json(record)
-        return dict(tree["files"]) if tree["fingerprint"] == fingerprint else {}
-    except (DataError, OSError, KeyError, TypeError, ValueError):
-        return {}
-
-
-def _stamp(path: Path) -> list[int] | str:
-    """Size and time of a file; `gone` without it."""
+def stamp(path: Path) -> list[int] | None:
+    """Size and time of a file: while they stay, its bytes are not hashed again. None without it."""
     try:
         return [path.stat().st_size, path.stat().st_mtime_ns]
     except FileNotFoundError:
-        return "gone"
+        return None

@@ -7,105 +7,32 @@ added, and a user's own column of that name is kept as `dataset_original`.
     DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
     DATASET-COLUMN-values.npy    text of each code, UTF-8
 
-DATASET and COLUMN are places in the lists of datasets and columns, from 0.
+DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, as every shard has cells
+of all datasets: anndata's own encoding would read whole columns for each.
 
-Levels of obs columns are derived here, and the arrays of `data/shards/index.py` written. Text, booleans and whole
-numbers have levels, sorted as text. Numbers with decimals and columns of more than `MAX_LEVELS` values, such as
-barcodes, have none.
+Levels and numbers of obs columns are derived here, and the arrays of `data/shards/index.py` written. Text, booleans and
+whole numbers have levels, sorted as text. Numbers with decimals and columns of more than `MAX_LEVELS` values, such as
+barcodes, have none. Text is a column of numbers if all of it is: a FASTA header, or a table, may have nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_values
-from cellmill.data.inputs.h5 import one_line, open_h5, read_texts
-from cellmill.data.shards.index import (
-    DATASET,
-    HASHES,
-    LEVELS,
-    MISSING,
-    OFFSETS,
-    hash_order,
-    index_name,
-    level_numbers,
-    new_array,
-    text_of,
-)
-from cellmill.data.shards.manifest import REMEDY, IndexEntry
+from cellmill.data.shards.index import DATASET, MISSING, hash_order, level_numbers, new_array, text_of
+from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
-
-
-def read_shard(path: Path, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
-    """Numbers of the shard's cells, `(cells, columns)` int32. Raises DataError when its obs cannot be read."""
-    try:
-        with open_h5(path, REMEDY) as file:
-            columns = [level_numbers(*_stored_codes(file["obs"][name]), known) for name, known in levels.items()]
-    except (LookupError, TypeError, ValueError, OSError, RuntimeError) as error:
-        raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
-    if unknown := [name for name, numbers in zip(levels, columns) if not numbers.all()]:
-        raise DataError(f"{path}: obs column {unknown[0]!r} has values that the manifest does not list; {REMEDY}")
-    return np.stack(columns, axis=1)
-
-
-def _stored_codes(column: h5py.Group | h5py.Dataset) -> tuple[np.ndarray, Iterable[Any]]:
-    """Return code of each cell, -1 for a missing value, and the values that codes stand for."""
-    if isinstance(column, h5py.Group):  # anndata's categorical; other groups have no codes
-        if column["codes"].dtype.kind not in "iu":
-            raise TypeError(f"{column.name}/codes are not whole numbers")
-        return column["codes"][:].astype(np.int64), read_texts(column["categories"])
-    values, codes = np.unique(column[:], return_inverse=True)
-    if values.dtype.kind == "f":
-        codes = np.where(np.isnan(values)[codes], -1, codes)
-    return codes, values
-
-
-def read_shard_numbers(path: Path, columns: list[str]) -> np.ndarray:
-    """Numbers of the shard's cells, `(cells, columns)` float64, NaN for missing ones.
-
-    Text is read as numbers if all of it is: a FASTA header, or a table, may have nothing else. Raises DataError when
-    its obs cannot be read, or a column is not of numbers.
-    """
-    found = []
-    try:
-        with open_h5(path, REMEDY) as file:
-            for name in columns:
-                found.append(_numbers(file["obs"][name]))
-    except (LookupError, TypeError, ValueError, OSError, RuntimeError) as error:
-        raise DataError(f"{path}: its obs columns cannot be read: {one_line(error)}; {REMEDY}") from None
-    for name, numbers in zip(columns, found):
-        if isinstance(numbers, str):
-            raise DataError(
-                f"{path}: obs column {name!r} (objective.target_column) is text, such as {numbers[:40]!r}; name a "
-                "column of numbers"
-            )
-    return np.stack([numbers for numbers in found if not isinstance(numbers, str)], axis=1)
-
-
-def _numbers(column: h5py.Group | h5py.Dataset) -> np.ndarray | str:
-    """`(cells,)` float64; or a value that is not a number."""
-    if isinstance(column, h5py.Dataset) and column.dtype.kind in "iufb":
-        return column[:].astype(np.float64)
-    codes, values = _stored_codes(column)
-    numbers = [np.nan]  # of code -1
-    for value in values:
-        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        try:
-            numbers.append(float("x" if "_" in text else text))  # 1_2 names a well or a replicate; Python reads 12
-        except ValueError:
-            return text
-    return np.array(numbers)[codes + 1]
-
 
 MAX_LEVELS = 4096
 
@@ -124,10 +51,21 @@ def levels_of(chunks: Iterable[Any]) -> list[str] | None:
     return sorted(texts - {MISSING}) + [MISSING] * missing
 
 
-def numbers_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
+def levels_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
     """Numbers of levels, int32, of an array of values."""
     codes, values = pd.factorize(chunk)
     return level_numbers(codes, values, levels)
+
+
+def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
+    """Numbers, float64, of an array of values, NaN for missing ones; None for text that is not all numbers."""
+    if isinstance(chunk, np.ndarray):
+        return chunk.astype("<f8")
+    try:  # 1_2 names a well or a replicate; Python reads 12
+        numbers = [float("x" if "_" in text else text) for text in chunk.categories]
+    except ValueError:
+        return None
+    return np.array([*numbers, np.nan])[chunk.codes]
 
 
 def values_of_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
@@ -158,29 +96,18 @@ def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> tuple[np.nda
     return pd.factorize(obs[own]) if own in obs else None
 
 
-_TYPES = {"bool": "?", "int": "<i8", "float": "<f8"}  # kinds of columns; all others are `text`
+def dtypes_of(obs: pd.DataFrame) -> dict[str, str | None]:
+    """dtype of every column of a dataset's obs, by name: `?`, `<i8` or `<f8`; None for text."""
+    return {str(name): _dtype(obs[name]) for name in obs.columns}
 
 
-@dataclass(frozen=True)
-class ColumnFacts:
-    """Facts of a column of one dataset that decide its kind in the corpus."""
-
-    boolean: bool
-    whole: bool  # an integer type
-    number: bool  # a number type, booleans left out
-    missing: bool  # some cells have no value
-
-    @classmethod
-    def of(cls, column: pd.Series) -> ColumnFacts:
-        types = pd.api.types
-        boolean = bool(types.is_bool_dtype(column))
-        number = bool(types.is_numeric_dtype(column)) and not boolean
-        return cls(boolean, bool(types.is_integer_dtype(column)), number, bool(column.isna().any()))
-
-
-def facts_of(obs: pd.DataFrame) -> dict[str, ColumnFacts]:
-    """Facts of every column of a dataset's obs, by name."""
-    return {str(name): ColumnFacts.of(obs[name]) for name in obs.columns}
+def _dtype(column: pd.Series) -> str | None:
+    types, missing = pd.api.types, column.isna().any()
+    if types.is_bool_dtype(column):
+        return None if missing else "?"
+    if not types.is_numeric_dtype(column):
+        return None
+    return "<i8" if types.is_integer_dtype(column) and not missing else "<f8"
 
 
 @dataclass
@@ -189,35 +116,24 @@ class ObsColumn:
 
     name: str  # in shards
     source: str  # in the datasets
-    kind: str  # bool, int, float or text
+    dtype: str | None  # of numbers and booleans; None for text
     present: list[bool]  # by dataset
     values: list[str] | None = field(default_factory=list)  # of text, sorted; None if more than MAX_LEVELS
 
-    @property
-    def stored(self) -> str:
-        """dtype on disk."""
-        return _TYPES.get(self.kind, "<i4")
 
-
-def columns_of(facts: Sequence[dict[str, ColumnFacts]]) -> list[ObsColumn]:
-    """Columns of a corpus, without `dataset`, from the facts of each dataset."""
+def columns_of(dtypes: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
+    """Columns of a corpus, without `dataset`, from the dtypes of each dataset."""
     columns = []
-    for name in dict.fromkeys(name for own in facts for name in own):
-        parts = [own.get(name) for own in facts]
-        # a user's own column `dataset` is kept under another name
+    for name in dict.fromkeys(name for own in dtypes for name in own):
+        present = [name in own for own in dtypes]
+        found = {own[name] for own in dtypes if name in own}
+        if all(present) and len(found) == 1:
+            [dtype] = found
+        else:
+            dtype = "<f8" if found <= {"<i8", "<f8"} else None
         shown = name if name != DATASET else f"{DATASET}_original"
-        columns.append(ObsColumn(shown, name, _kind(parts), [part is not None for part in parts]))
+        columns.append(ObsColumn(shown, name, dtype, present))
     return columns
-
-
-def _kind(parts: Sequence[ColumnFacts | None]) -> str:
-    present = [part for part in parts if part is not None]
-    whole = len(present) == len(parts) and not any(part.missing for part in present)
-    if whole and all(part.boolean for part in present):
-        return "bool"
-    if whole and all(part.whole for part in present):
-        return "int"
-    return "float" if all(part.number for part in present) else "text"
 
 
 class JointObs:
@@ -225,7 +141,6 @@ class JointObs:
 
     def __init__(self, folder: Path, datasets: Sequence[str], columns: Sequence[ObsColumn]):
         self.folder, self.datasets, self.columns = folder, list(datasets), list(columns)
-        self._names = pd.Categorical.from_codes(np.arange(len(self.datasets)), categories=self.datasets)
 
     @property
     def column_names(self) -> list[str]:
@@ -239,77 +154,51 @@ class JointObs:
             if not column.present[number]:
                 continue
             series, path = obs[column.source], self.folder / f"{number}-{place}.npy"
-            if column.kind == "text":
-                codes, values = _codes(series, kept)
-                np.save(path, codes)
-                np.save(self.folder / f"{number}-{place}-values.npy", _encoded(values))
-                _join(column, values)
-            elif column.kind == "float":
+            if column.dtype == "<f8":
                 np.save(path, series.to_numpy(np.float64, na_value=np.nan))
+            elif column.dtype is not None:
+                np.save(path, series.to_numpy(column.dtype))
             else:
-                np.save(path, series.to_numpy(column.stored))
+                texts = text_values(series)
+                texts[~kept | series.isna()] = None
+                coded = pd.Categorical(texts)
+                np.save(path, coded.codes.astype("<i4"))
+                np.save(self.folder / f"{number}-{place}-values.npy", _encoded(coded.categories))
+                if column.values is not None:
+                    joint = sorted({*column.values, *coded.categories})
+                    column.values = joint if len(joint) <= MAX_LEVELS else None
 
     def frame(self, dataset: np.ndarray, row: np.ndarray) -> pd.DataFrame:
         """obs of cells, given as numbers of datasets and rows in their files, in that order."""
         columns = {name: self.column(place, dataset, row) for place, name in enumerate(self.column_names)}
         names = np.empty(len(row), object)
         for number, own in _by_dataset(dataset):
-            texts = _decoded(self._load(f"{number}-names")[row[own]])
-            names[own] = [f"{self.datasets[number]}:{text}" for text in texts]
-        frame = pd.DataFrame(index=pd.RangeIndex(len(row)))
-        for name, values in columns.items():
-            frame[name] = values
-        frame.index = pd.Index(names, dtype=object)
-        return frame
+            texts = self._load(f"{number}-names")[row[own]].tolist()
+            names[own] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
+        return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
 
     def column(self, place: int, dataset: np.ndarray, row: np.ndarray) -> np.ndarray | pd.Categorical:
         """Values of column `place` of `column_names`."""
         if place == 0:
-            return self._names[dataset]
-        column = self.columns[place - 1]
-        if column.kind == "text":
-            return self._text(place - 1, dataset, row)
-        values = np.full(len(row), np.nan if column.kind == "float" else 0, column.stored)
+            return pd.Categorical.from_codes(dataset, categories=self.datasets)
+        column, place = self.columns[place - 1], place - 1
+        missing = {"<f8": np.nan, None: None}.get(column.dtype, 0)
+        values = np.full(len(row), missing, column.dtype or object)
         for number, own in _by_dataset(dataset):
-            if column.present[number]:
-                values[own] = self._load(f"{number}-{place - 1}")[row[own]]
-        return values
-
-    def _text(self, place: int, dataset: np.ndarray, row: np.ndarray) -> pd.Categorical:
-        column, parts = self.columns[place], []
-        for number, own in _by_dataset(dataset):
-            if column.present[number]:
-                codes = self._load(f"{number}-{place}")[row[own]]
-                used = np.unique(codes[codes >= 0])
-                parts.append((own, codes, used, _decoded(self._load(f"{number}-{place}-values")[used])))
+            if not column.present[number]:
+                continue
+            stored = self._load(f"{number}-{place}")[row[own]]
+            if column.dtype is None:
+                codes, inverse = np.unique(stored, return_inverse=True)
+                texts = self._load(f"{number}-{place}-values")[codes[codes >= 0]].tolist()
+                decoded = [None] * int((codes < 0).any()) + [text.decode() for text in texts]
+                stored = np.array(decoded, object)[inverse]
+            values[own] = stored
         # of a column of many values, such as barcodes, a shard has its own alone
-        known = column.values if column.values is not None else sorted({text for *_, texts in parts for text in texts})
-        numbers, joint = {text: i for i, text in enumerate(known)}, np.full(len(row), -1, np.int32)
-        for own, codes, used, texts in parts:
-            table = np.array([*(numbers[text] for text in texts), -1], np.int32)
-            joint[own] = table[np.where(codes < 0, len(used), np.searchsorted(used, codes))]
-        return pd.Categorical.from_codes(joint, categories=pd.Categorical(np.array(known, object)).categories)
+        return values if column.dtype is not None else pd.Categorical(values, categories=column.values)
 
     def _load(self, name: str) -> np.ndarray:
         return np.load(self.folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
-
-
-def _join(column: ObsColumn, values: list[str]) -> None:
-    """Add the values of a dataset to the column's, unless there are too many."""
-    if column.values is not None:
-        joint = sorted({*column.values, *values})
-        column.values = joint if len(joint) <= MAX_LEVELS else None
-
-
-def _codes(series: pd.Series, kept: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Code of each cell, -1 if it is missing or not kept, and the text of each code in order."""
-    codes, values = pd.factorize(series)
-    codes = np.where(kept, codes, -1)
-    texts = text_values(pd.Series(values).astype(object))
-    known = sorted(set(texts[np.unique(codes[codes >= 0])]))
-    number = {text: i for i, text in enumerate(known)}
-    table = np.array([*(number.get(text, -1) for text in texts), -1], np.int32)
-    return table[codes], known
 
 
 def _by_dataset(dataset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -322,22 +211,18 @@ def _encoded(texts: Iterable[str]) -> np.ndarray:
     return np.array([text.encode() for text in texts] or np.zeros(0, "S1"))
 
 
-def _decoded(texts: np.ndarray) -> list[str]:
-    return [text.decode() for text in texts.tolist()]
-
-
 MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
 
 
 def write_split_index(
     folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
-) -> dict[str, IndexEntry]:
+) -> dict[Kind, IndexEntry]:
     """Write offsets and hashes of a split, whose cells are given in the order on disk."""
     if not len(nnz):
         return {}
     starts = range(0, len(nnz), cells_per_shard)
-    at, paths = 0, {kind: folder / index_name(split, kind) for kind in (OFFSETS, HASHES)}
-    with new_array(paths[OFFSETS], (len(nnz) + len(starts),), "<i4") as offsets:
+    at = 0
+    with new_array(folder / f"{split}-offsets.npy", (len(nnz) + len(starts),), "<i4") as offsets:
         for first in starts:
             own = nnz[first : first + cells_per_shard]
             if (total := int(own.sum(dtype=np.int64))) > MAX_NONZEROS:
@@ -348,48 +233,57 @@ def write_split_index(
             offsets[at] = 0
             np.cumsum(own, out=offsets[at + 1 : at + 1 + len(own)])
             at += len(own) + 1
-    with new_array(paths[HASHES], (2, len(nnz)), "<u8") as ordered:
+    with new_array(folder / f"{split}-hashes.npy", (2, len(nnz)), "<u8") as ordered:
         ordered[:] = hashes[hash_order(hashes)].T
-    return {kind: _entry(path) for kind, path in paths.items()}
+    return {kind: _entry(folder, split, kind) for kind in ("offsets", "hashes")}
 
 
-def write_levels(
+def write_columns(
     folder: Path,
     obs: JointObs,
     kept: list[np.ndarray],
     sizes: list[int],
     chosen: dict[str, np.ndarray],
-    index: dict[str, dict[str, IndexEntry]],
-) -> dict[str, dict[str, Any]]:
-    """Write the level numbers of every split, one column in memory at a time; return the manifest's `obs_levels`."""
+    index: dict[str, dict[Kind, IndexEntry]],
+) -> tuple[dict[str, ObsLevels], dict[str, str]]:
+    """Write levels and numbers of every split, one column in memory at a time.
 
-    def chunks(place: int) -> Iterator[Any]:
+    Returns the manifest's `obs_levels` and `obs_numbers`, and adds the files to `index`.
+    """
+    names, first = dict.fromkeys(obs.column_names), np.cumsum([0, *sizes])
+    splits = {split: cells for split, cells in chosen.items() if len(cells)}
+
+    def chunks(name: str) -> Iterator[Any]:
         for number, rows in enumerate(kept):
-            yield obs.column(place, np.full(len(rows), number), rows)
+            yield obs.column(obs.column_names.index(name), np.full(len(rows), number), rows)
 
-    found = {place: levels_of(chunks(place)) for place in range(len(obs.column_names))}
-    levels = {place: own for place, own in found.items() if own is not None}
-    table, first = {}, np.cumsum([0, *sizes])
-    splits = {name: own for name, own in chosen.items() if len(own) and levels}
-    paths = {name: folder / index_name(name, LEVELS) for name in splits}
-    with ExitStack() as stack:
-        arrays = {
-            name: stack.enter_context(new_array(paths[name], (len(levels), len(own)), "<u2"))
-            for name, own in splits.items()
-        }
-        for at, (place, own) in enumerate(levels.items()):
-            of_row, sha256 = np.zeros(first[-1], np.uint16), hashlib.sha256()
-            for start, rows, chunk in zip(first, kept, chunks(place)):
-                numbers = numbers_in(chunk, own)
-                sha256.update(numbers.astype("<i4").tobytes())
-                of_row[start + rows] = numbers
-            table[obs.column_names[place]] = {"levels": own, "digest": sha256.hexdigest()}
-            for name, cells in splits.items():
-                arrays[name][at] = of_row[first[cells["dataset"]] + cells["row"]]
-    for name, path in paths.items():
-        index[name][LEVELS] = _entry(path)
-    return table
+    def write(kind: Kind, dtype: str, columns: dict[str, Callable[[Any], Any]]) -> dict[str, str]:
+        """Write columns, given as functions of an array of values; return the digest of each."""
+        digests = {}
+        with ExitStack() as stack:
+            arrays = {
+                split: stack.enter_context(new_array(folder / f"{split}-{kind}.npy", (len(columns), len(cells)), dtype))
+                for split, cells in splits.items()
+            }
+            for at, (name, encode) in enumerate(columns.items()):
+                column, sha256 = np.zeros(first[-1], dtype), hashlib.sha256()
+                for start, rows, values in zip(first, kept, map(encode, chunks(name))):
+                    sha256.update(values.tobytes())
+                    column[start + rows] = values
+                digests[name] = sha256.hexdigest()
+                for split, cells in splits.items():
+                    arrays[split][at] = column[first[cells["dataset"]] + cells["row"]]
+        for split in splits:
+            index[split][kind] = _entry(folder, split, kind)
+        return digests
+
+    levels = {name: own for name in names if (own := levels_of(chunks(name))) is not None}
+    digests = write("levels", "<u2", {name: partial(levels_in, levels=own) for name, own in levels.items()})
+    numeric = [name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))]
+    numbers = write("numbers", "<f8", dict.fromkeys(numeric, numbers_in))
+    return {name: {"levels": own, "digest": digests[name]} for name, own in levels.items()}, numbers
 
 
-def _entry(path: Path) -> IndexEntry:
-    return IndexEntry(path.name, sha256_file(path))
+def _entry(folder: Path, split: str, kind: Kind) -> IndexEntry:
+    path = folder / f"{split}-{kind}.npy"
+    return IndexEntry(name=path.name, sha256=sha256_file(path))

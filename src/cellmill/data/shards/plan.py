@@ -21,14 +21,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from pydantic import BaseModel, ConfigDict, Field
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
@@ -37,16 +37,8 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import DATASET, hash_order, open_array
-from cellmill.data.shards.manifest import IndexEntry
-from cellmill.data.shards.obs import (
-    ColumnFacts,
-    JointObs,
-    ObsColumn,
-    columns_of,
-    facts_of,
-    write_levels,
-    write_split_index,
-)
+from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
+from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtypes_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, fsync, named_errors, read_json, write_json
@@ -182,7 +174,7 @@ def require_column(column: str, columns: Iterable[str], source: str) -> None:
 
 BLOCK = 1024  # cells read, ordered and written at a time
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
-FORMAT = 1
+FORMAT = 2
 FOLDER = "parts"  # of the plan, beside the manifest
 AGAIN = "make the plan again (the `divide` stage)"
 
@@ -201,23 +193,25 @@ class ShardPlace:
         return f"{self.split}-{self.number:05d}.h5ad"
 
 
-@dataclass(frozen=True)
-class ShardPlan:
+class ShardPlan(BaseModel):
     """Contents of the plan's folder."""
 
-    folder: Path
+    model_config = ConfigDict(frozen=True)
+
+    folder: Path = Field(exclude=True)
     key: str
     datasets: list[str]
     ordered: bool  # rows are sequences
     cells_per_shard: int
     n_obs: dict[str, int]  # by split
-    index: dict[str, dict[str, IndexEntry]]  # by split
+    index: dict[str, dict[Kind, IndexEntry]]  # by split
     left_out: dict[str, int]
     duplicates: dict[str, int]
     across_splits: int  # cells of which another split has an equal one
     columns: list[ObsColumn]
-    obs_levels: dict[str, dict[str, Any]]
-    ranked: bool = False  # rows are genes in rank order; `ordered` as well
+    obs_levels: dict[str, ObsLevels]
+    obs_numbers: dict[str, str]
+    ranked: bool  # rows are genes in rank order; `ordered` as well
 
     @cached_property
     def obs(self) -> JointObs:
@@ -234,40 +228,28 @@ class ShardPlan:
 
     def cells(self, shard: ShardPlace) -> np.ndarray:
         """Cells of a shard in order, of dtype `CELL`."""
-        return self._of_split(shard.split)[shard.first : shard.last]
-
-    def _of_split(self, split: str) -> np.ndarray:
-        return open_array(self.folder / f"{split}.npy", (self.n_obs[split],), CELL, AGAIN)
+        path = self.folder / f"{shard.split}.npy"
+        return open_array(path, (self.n_obs[shard.split],), CELL, AGAIN)[shard.first : shard.last]
 
     def write(self) -> None:
         """Write plan.json, which makes the plan complete."""
-        fields = {name: value for name, value in self.__dict__.items() if name not in ("folder", "columns", "index")}
-        index = {split: {kind: asdict(entry) for kind, entry in own.items()} for split, own in self.index.items()}
-        tree = fields | {"columns": [asdict(column) for column in self.columns], "index": index}
-        write_json(self.folder / "plan.json", tree)
+        write_json(self.folder / "plan.json", self.model_dump())
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
         """Plan whose key equals `key`; None if missing or made from other inputs."""
         try:
-            tree = read_json(folder / "plan.json")
-            if tree["key"] != key:
-                return None
-            columns = [ObsColumn(**column) for column in tree.pop("columns")]
-            index = {
-                split: {kind: IndexEntry(**entry) for kind, entry in own.items()}
-                for split, own in tree.pop("index").items()
-            }
-            return cls(folder=folder, columns=columns, index=index, **tree)
-        except (DataError, KeyError, TypeError):
+            plan = cls.model_validate({**read_json(folder / "plan.json"), "folder": folder})
+        except (DataError, TypeError, ValueError):
             return None
+        return plan if plan.key == key else None
 
 
 @dataclass(frozen=True)
 class _Scan:
     """Numbers of each cell of a dataset."""
 
-    facts: dict[str, ColumnFacts]
+    dtypes: dict[str, str | None]  # of obs columns
     values: np.ndarray | None  # of the column that splits, as text
     hashes: np.ndarray
     nnz: np.ndarray  # nonzeros among the vocabulary's genes
@@ -315,7 +297,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
     manifest.unlink(missing_ok=True)
     with named_errors(folder):
         remove_plan(folder)
-        obs = JointObs(folder / "obs", names, columns_of([scan.facts for scan in scans]))
+        obs = JointObs(folder / "obs", names, columns_of([scan.dtypes for scan in scans]))
         kept = _write_obs(obs, cells, scans, corpus)
         chosen, index = {}, {}
         for number, name in enumerate(SPLITS):
@@ -327,6 +309,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
                 manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
             )
         sizes = [len(scan.nnz) for scan in scans]
+        obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, chosen, index)
         plan = ShardPlan(
             folder=folder,
             key=key,
@@ -339,7 +322,8 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             duplicates={name: n for name, n in zip(names, duplicates) if n},
             across_splits=across_splits,
             columns=obs.columns,
-            obs_levels=write_levels(manifest.parent, obs, kept, sizes, chosen, index),
+            obs_levels=obs_levels,
+            obs_numbers=obs_numbers,
             ranked=any(scan.ranked for scan in scans),
         )
         for path in folder.rglob("*.npy"):
@@ -379,7 +363,7 @@ def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by:
             nnz.append(np.diff(counts.indptr))
             largest.append(np.ones(len(nnz[-1])) if reader.ordered else counts.max(axis=1).toarray().ravel())
         return _Scan(
-            facts_of(reader.obs),
+            dtypes_of(reader.obs),
             None if split_by is None else _values(reader, split_by),
             np.concatenate(hashes),
             np.concatenate(nnz),

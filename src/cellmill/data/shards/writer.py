@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import h5py
@@ -25,14 +24,14 @@ from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
-from cellmill.data.shards.manifest import Manifest, ShardEntry, SplitEntry
+from cellmill.data.shards.manifest import Manifest, ShardEntry, ShardVocabulary, SplitEntry, fingerprint_of, stamp
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.shards.reader import OpenFiles, RowFile, offset_of, open_cells, read_gene_ids
+from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, read_gene_ids
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file, write_json
 
 _READ_THREADS = 4
-_FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels)\.npy)")
+_FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels|numbers)\.npy)")
 
 
 def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path) -> Manifest:
@@ -73,39 +72,41 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
             raise DataError(f"{out.parent / place.name}: not written yet; run all parts, then the `shard` stage")
         entries[place.split].append(entry)
     splits = {
-        name: SplitEntry(plan.n_obs[name], sum(shard.nnz for shard in shards), tuple(shards), plan.index[name])
+        name: SplitEntry(n_obs=plan.n_obs[name], nnz=sum(s.nnz for s in shards), shards=shards, index=plan.index[name])
         for name, shards in entries.items()
     }
-    places = {} if vocabulary.variability is None else {"variability": vocabulary.variability.tolist()}
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
+    of_genes: ShardVocabulary = {
+        "digest": vocabulary.digest,
+        "n_genes": vocabulary.n_genes,
+        "medians_digest": medians,
+    }
+    if vocabulary.variability is not None:
+        of_genes["variability"] = vocabulary.variability.tolist()
+    split = {"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac}
     manifest = Manifest(
         path=out,
-        fingerprint="",
-        vocabulary={"digest": vocabulary.digest, "n_genes": vocabulary.n_genes, "medians_digest": medians} | places,
+        fingerprint=fingerprint_of(of_genes, options.seed, split, splits),
+        vocabulary=of_genes,
         seed=options.seed,
-        split={"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac},
+        split=split,
         obs_columns=plan.obs.column_names,
         left_out=plan.left_out,
         splits=splits,
         obs_levels=plan.obs_levels,
+        obs_numbers=plan.obs_numbers,
         ordered=plan.ordered,
         duplicates=plan.duplicates,
-        across_splits=plan.across_splits,
         ranked=plan.ranked,
+        across_splits=plan.across_splits,
     )
-    manifest = replace(manifest, fingerprint=manifest.expected_fingerprint())
-    _remove_others(manifest)
+    written = {file.name for entry in splits.values() for file in entry.files}
+    for path in out.parent.iterdir():  # of an earlier set of shards, which was larger or had other splits
+        if _FILE_NAME.fullmatch(path.name) and path.name not in written:
+            path.unlink()
     manifest.write()  # last: its existence means that the shards are complete
     remove_plan(plan.folder)
     return manifest
-
-
-def _remove_others(manifest: Manifest) -> None:
-    """Remove files of an earlier set of shards, which was larger or had other splits."""
-    written = {file.name for split in manifest.splits.values() for file in split.files}
-    for path in manifest.path.parent.iterdir():
-        if _FILE_NAME.fullmatch(path.name) and path.name not in written:
-            path.unlink()
 
 
 def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | None:
@@ -113,18 +114,11 @@ def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | 
     path = folder / place.name
     try:
         tree = read_json(_entry_path(plan, place))
-        entry, stamp = ShardEntry(**tree["shard"]), tree["stamp"]
-    except (DataError, KeyError, TypeError):
+        entry = ShardEntry.model_validate(tree["shard"])
+        is_whole = tree["plan"] == plan.key and (tree["stamp"] == stamp(path) or sha256_file(path) == entry.sha256)
+        return entry if is_whole else None
+    except (DataError, KeyError, TypeError, ValueError):
         return None
-    if tree.get("plan") != plan.key or not path.is_file():
-        return None
-    return entry if stamp == _stamp(path) or sha256_file(path) == entry.sha256 else None
-
-
-def _stamp(path: Path) -> list[int]:
-    """Size and time of a file: while they stay, its bytes are not hashed again."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _entry_path(plan: ShardPlan, place: ShardPlace) -> Path:
@@ -161,13 +155,19 @@ class _Writer:
             )
             _narrow_indptr(temporary)
         with open_h5(path) as file:
-            at = [
-                offset_of(path, file[f"X/{name}"], (kind,)) for name, kind in (("indices", "<i4"), ("data", dtype.str))
-            ]
-        entry = ShardEntry(path.name, len(obs), nnz, dtype.name, sha256_file(path), content.hexdigest(), *at)
-        write_json(
-            _entry_path(self._plan, place), {"plan": self._plan.key, "stamp": _stamp(path), "shard": asdict(entry)}
+            genes_at, counts_at = (Contiguous.of(file[f"X/{name}"]).offset for name in ("indices", "data"))
+        entry = ShardEntry(
+            name=path.name,
+            n_obs=len(obs),
+            nnz=nnz,
+            dtype="uint16" if dtype.itemsize == 2 else "uint32",
+            sha256=sha256_file(path),
+            content=content.hexdigest(),
+            genes_at=genes_at,
+            counts_at=counts_at,
         )
+        done = {"plan": self._plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
+        write_json(_entry_path(self._plan, place), done)
 
     def _ordered_blocks(self, cells: np.ndarray) -> Iterator[sp.csr_matrix]:
         """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` rows at a time.
@@ -221,14 +221,12 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
         number, chosen = task
         source, row = sources[number], rows[chosen]
         for run in np.split(chosen, np.flatnonzero(np.diff(row) != 1) + 1):
-            spans = [slice(starts[cell], starts[cell + 1]) for cell in run]
-            start, stop = source.indptr[rows[run[0]]], source.indptr[rows[run[-1]] + 1]
-            source.read_genes(int(start), [columns[span] for span in spans])
-            run_counts = np.empty(stop - start, source.dtype)
-            source.read_counts(int(start), [run_counts])
-            for span, offset in zip(spans, np.cumsum([0, *lengths[run]])):
-                columns[span] += first_column[number]
-                counts[span] = run_counts[offset : offset + span.stop - span.start]
+            start, stop = int(source.indptr[rows[run[0]]]), int(source.indptr[rows[run[-1]] + 1])
+            genes, of_genes = source.read_genes(start, stop), source.read_counts(start, stop)
+            for cell, last in zip(run, np.cumsum(lengths[run])):
+                target, stored = slice(starts[cell], starts[cell + 1]), slice(last - lengths[cell], last)
+                columns[target] = genes[stored] + first_column[number]
+                counts[target] = of_genes[stored]
 
     tasks = []
     for number in np.unique(dataset).tolist():

@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.shards.index import read_level_numbers, read_numbers
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import cell_names, open_shards
@@ -86,7 +86,7 @@ class CellStream:
             max_cells, weights = stream.train_cells(entry.n_obs), weights | {_PART: stream.train_frac}
         repeats = None
         if weighted:
-            repeats = Repeats(read_level_numbers(opened, split, opened.levels(weighted))[:][:, 0], stream)
+            repeats = Repeats(CellColumns(opened, split, "levels", opened.levels(weighted))[:][:, 0], stream)
         self._layout = EpochLayout(
             sizes,
             **order,
@@ -104,8 +104,8 @@ class CellStream:
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
         self._per_cell = {
-            "levels": read_level_numbers(opened, split, self.levels) if columns else None,
-            "numbers": read_numbers(opened, split, number_columns) if number_columns else None,
+            "levels": CellColumns(opened, split, "levels", self.levels) if columns else None,
+            "numbers": CellColumns(opened, split, "numbers", number_columns) if number_columns else None,
         }
         lanes = list(range(rank, stream.lanes, world))
         self._counted = counted

@@ -122,8 +122,7 @@ class _Reads:
     def _read_wider(self, memory: np.ndarray, shard: RowFile, start: int, rows: slice) -> None:
         """Counts of a shard that has 16 bits for them, where another of the split has 32."""
         starts, lengths = self._starts[rows].tolist(), self._lengths[rows]
-        counts = np.empty(int(lengths.sum()), shard.dtype)
-        shard.read_counts(start, [counts])
+        counts = shard.read_counts(start, start + int(lengths.sum()))
         for at, part in zip(starts, np.split(counts, np.cumsum(lengths)[:-1])):
             memory[at : at + len(part)] = part
 
