@@ -5,6 +5,7 @@ labels, and features of the tested cells. Each dataset has one .npz file; its ar
 """
 
 import hashlib
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,12 @@ from zipfile import BadZipFile
 import numpy as np
 import scipy.sparse as sp
 import sklearn
+from sklearn.exceptions import ConvergenceWarning
 
 from cellmill.files import atomic_path
 
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
 MAX_BYTES = 2**20  # of one array of features: the file is read whole by each evaluation
-Fit = Callable[[Any, Any, np.ndarray], None]
 
 
 class BaselineCache:
@@ -36,14 +37,14 @@ class BaselineCache:
         self._n_read = len(self.known)
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """Features made from `values`, dense or sparse, by what `about` says; computed if they are not known."""
+        """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if it is small."""
         key = _digest(f"{about} of {VERSIONS}", _arrays(values))
         if key in self.known:
             return self.known[key]
-        made = compute()
-        if made.nbytes <= MAX_BYTES:
-            self.known[key] = made
-        return made
+        computed = compute()
+        if computed.nbytes <= MAX_BYTES:
+            self.known[key] = computed
+        return computed
 
     def save(self) -> None:
         """Write what was added. Of two evaluations that save at the same time, one may lose its additions."""
@@ -61,14 +62,12 @@ class CachedClassifier:
     classifier
         Unfitted; its `repr` names all options that differ from their defaults.
     features, labels
-        What it is trained on: `(cells, width)`, dense or sparse, and text `(cells,)`.
-    fit
-        Fits it on them.
+        Its training data: `(cells, width)`, dense or sparse, and text `(cells,)`.
     """
 
-    def __init__(self, cache: BaselineCache, classifier: Any, features: Any, labels: np.ndarray, fit: Fit) -> None:
+    def __init__(self, cache: BaselineCache, classifier: Any, features: Any, labels: np.ndarray) -> None:
         self._cache, self._classifier, self._fitted = cache, classifier, False
-        self._features, self._labels, self._fit = features, labels, fit
+        self._features, self._labels = features, labels
         self._digest = _digest(f"{classifier!r} of {VERSIONS}", [*_arrays(features), labels])
 
     def predict(self, features: Any) -> np.ndarray:
@@ -76,10 +75,19 @@ class CachedClassifier:
         key, known = _digest(self._digest, _arrays(features)), self._cache.known
         if key not in known:
             if not self._fitted:
-                self._fit(self._classifier, self._features, self._labels)
+                fit(self._classifier, self._features, self._labels)
                 self._fitted = True
             known[key] = self._classifier.predict(features)
         return known[key]
+
+
+def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
+    """Fit; a regression that stops before it converged says so in one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        classifier.fit(features, labels)
+    if any(issubclass(w.category, ConvergenceWarning) for w in caught):
+        print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:

@@ -119,7 +119,10 @@ def tokens_of(
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
         if columns.ordered:
             totals += raw.nnz, raw.nnz
-            yield _sequences(tokenizer, raw, columns, cells.astype(np.int64))
+            nonempty = np.flatnonzero(np.diff(raw.indptr))
+            raw = raw[nonempty]
+            genes, starts = columns.target[raw.indices], raw.indptr.astype(np.int64)
+            yield tokenizer.batch(genes, raw.data, starts, cells[nonempty].astype(np.int64))
             continue
         block = select_columns(raw, columns.target, vocabulary.n_genes)
         totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * columns.measured[raw.indices]).sum())
@@ -129,13 +132,6 @@ def tokens_of(
         genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
         cells = cells[nonempty].astype(np.int64)
         yield tokenizer.batch(genes, counts, starts, cells, counted).with_rows(per_cell)
-
-
-def _sequences(tokenizer: CellTokenizer, raw: sp.csr_matrix, columns: GeneColumns, cells: np.ndarray) -> Batch:
-    nonempty = np.flatnonzero(np.diff(raw.indptr))
-    raw = raw[nonempty]
-    genes, starts = columns.target[raw.indices], raw.indptr.astype(np.int64)
-    return tokenizer.batch(genes, raw.data, starts, cells[nonempty])
 
 
 def embed_cells(
@@ -206,26 +202,21 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
         yield
 
 
-def check_coverage(path: Path, embedding: Embedding, section: Embed) -> None:
-    """Raise DataError when too little of the file is known to the model, or of the model's genes in the file."""
+def embed_checked(
+    reader: CountsReader, model: Model, vocabulary: Vocabulary, tokens: Tokens, section: Embed
+) -> Embedding:
+    """Embeddings of all cells. Raises DataError if the model knows too little of the file, or the file of the model."""
+    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, precision=section.precision)
     if embedding.coverage_frac < (least := section.min_coverage_frac):
         raise DataError(
-            f"{path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
+            f"{reader.path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
             f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
         )
     if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
         raise DataError(
-            f"{path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of these "
-            "genes, or lower it (--min-expressed-frac)"
+            f"{reader.path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of "
+            "these genes, or lower it (--min-expressed-frac)"
         )
-
-
-def embed_checked(
-    reader: CountsReader, model: Model, vocabulary: Vocabulary, tokens: Tokens, section: Embed
-) -> Embedding:
-    """Embeddings of all cells. Raises DataError if their genes are too few by the options of `section`."""
-    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, precision=section.precision)
-    check_coverage(reader.path, embedding, section)
     reader.warn_if_rounded()
     return embedding
 

@@ -6,14 +6,11 @@ which helps or hurts depending on the number of cells. Newton-CG converges to th
 tolerance of 1e-6, in a tenth of the time.
 """
 
-import importlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -22,8 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.errors import ConfigError
-from cellmill.evaluate.baselines import BaselineCache, CachedClassifier
+from cellmill.evaluate.baselines import BaselineCache, CachedClassifier, fit
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED
 from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, pca
@@ -33,14 +29,6 @@ ALL_GENES = "all genes"
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
 OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has
 ROW_BLOCK = 4096  # cells read at once
-
-
-def require(module: str, extra: str, option: str) -> Any:
-    """The module of an optional package. Raises ConfigError, which names the option that needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'") from None
 
 
 def cell_features(context: Context, cells: np.ndarray, embedding: np.ndarray | None = None) -> dict[str, Any]:
@@ -122,7 +110,7 @@ def fit_all(
             if kind in OF_THE_MODEL:
                 fit(classifier, values, labels)
             else:
-                classifier = CachedClassifier(baselines, classifier, values, labels, fit)
+                classifier = CachedClassifier(baselines, classifier, values, labels)
             fitted[f"{kind} + {name}"] = classifier
     return fitted
 
@@ -132,13 +120,12 @@ def predict_all(fitted: Mapping[str, Any], features: Mapping[str, Any]) -> dict[
     return {name: classifier.predict(features[name.partition(" + ")[0]]) for name, classifier in fitted.items()}
 
 
-def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
-    """Fit; a regression that stops before it converged says so in one line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ConvergenceWarning)
-        classifier.fit(features, labels)
-    if any(issubclass(w.category, ConvergenceWarning) for w in caught):
-        print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
+def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
+    """Counts without those of the columns where `kept`, bool `(columns,)`, is False; the shape stays."""
+    few = counts.copy()
+    few.data = counts.data * kept[counts.indices].astype(counts.dtype)
+    few.eliminate_zeros()
+    return few
 
 
 def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:

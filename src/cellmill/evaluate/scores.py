@@ -16,7 +16,7 @@ F1 is not a mean over cells. Its linear terms by cell are used instead (infinite
 coarse for classes of a few cells.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -92,27 +92,28 @@ def _clustered(sums: np.ndarray) -> tuple[float, int]:
 
 
 def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
-    """A line for each gate and dataset (and label) that it fails on. `datasets` is that of metrics.json.
+    """A line for each gate and dataset (and label) that it fails on. `datasets` are as in metrics.json.
 
     Raises ConfigError for a column or a baseline that a table lacks, and for a gate whose task was skipped everywhere.
     """
-    return [line for gate in gates for line in _failures(gate, datasets)]
-
-
-def _failures(gate: BaselineGate, datasets: Mapping[str, Any]) -> Iterator[str]:
-    tables = {
-        f"{name}: {task}": result
-        for name, dataset in datasets.items()
-        for task, result in dataset["tasks"].items()
-        if (task == gate.task or task.startswith(f"{gate.task} of ")) and result["skipped"] is None
-    }
-    if not tables:
-        raise ConfigError(f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare")
-    for where, result in tables.items():
-        own, other = (_best(gate, where, result, model) for model in (True, False))
-        if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
-            more = f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}" if gate.margin else ""
-            yield f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
+    lines = []
+    for gate in gates:
+        tables = {
+            f"{name}: {task}": result
+            for name, dataset in datasets.items()
+            for task, result in dataset["tasks"].items()
+            if (task == gate.task or task.startswith(f"{gate.task} of ")) and result["skipped"] is None
+        }
+        if not tables:
+            raise ConfigError(f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare")
+        for where, result in tables.items():
+            own, other = (_best(gate, where, result, model) for model in (True, False))
+            if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
+                more = f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}" if gate.margin else ""
+                lines.append(
+                    f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
+                )
+    return lines
 
 
 def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool) -> tuple[str, float, str]:
@@ -186,7 +187,7 @@ class Predictions:
 
     @cached_property
     def classes(self) -> np.ndarray:
-        """Classes of cells and of predictions, sorted: a class number is a place in it."""
+        """Classes of cells and of predictions, sorted: a class number is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
     def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Mapping[str, np.ndarray]) -> None:

@@ -91,12 +91,12 @@ _ROWS = 4096
 _HASHED_ROWS = 1024
 
 
-def read_gene_statistics(manifest: Manifest, tokens: Tokens, max_cells: int = MAX_TRAIN_CELLS) -> GeneStatistics:
-    """Statistics over the first `max_cells` cells of the training shards."""
+def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
+    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards."""
     n_genes, n_cells = manifest.n_genes, 0
     total, by_rank = np.zeros(n_genes), np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
-    for genes, counts, starts in _blocks(manifest, max_cells):
+    for genes, counts, starts in _blocks(manifest, MAX_TRAIN_CELLS):
         made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
         values, cu_seqlens = made.values, made.cu_seqlens
         rows, lengths = made.genes - len(SPECIAL), np.diff(cu_seqlens)

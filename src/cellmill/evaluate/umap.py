@@ -15,6 +15,7 @@ import umap
 from numba.core.dispatcher import Dispatcher
 from sklearn.neighbors import NearestNeighbors
 
+from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
@@ -82,18 +83,13 @@ def umap_rows(
     embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
     cells = embedded[sample_cells(len(embedded), seed)]
     coordinates = project(vectors[cells], seed)
-    labels, batches = (_text(column, len(obs_names)) for column in (label, batch))
+    labels, batches = (
+        np.full(len(obs_names), "") if column is None else text_values(column) for column in (label, batch)
+    )
     return [
         (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
         for cell, (x, y) in zip(cells, coordinates)
     ]
-
-
-def _text(column: pd.Series | None, n_cells: int) -> np.ndarray:
-    """Values as text, (n_cells,); empty where there is none."""
-    if column is None:
-        return np.full(n_cells, "", object)
-    return np.asarray(column.astype(object).where(column.notna(), "").astype(str), dtype=object)
 
 
 COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")

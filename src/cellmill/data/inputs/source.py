@@ -88,12 +88,12 @@ class Format(NamedTuple):
     """What the input says it has, in milliseconds; None if unknown before the data is read."""
 
 
-def optional_package(name: str, extra: str) -> Any:
+def optional_package(name: str, extra: str, needed_by: str = "this input") -> Any:
     """The module `name`. Raises ConfigError if the extra of cellmill that has it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"this input requires {name}, which is missing: pip install 'cellmill[{extra}]'") from None
+        raise ConfigError(f"{needed_by} requires {name}, which is missing: pip install 'cellmill[{extra}]'") from None
 
 
 def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

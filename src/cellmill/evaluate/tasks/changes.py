@@ -152,14 +152,14 @@ def of_new_perturbations(
     predicted = _without_features(changes, train, test)
     for name, values in features.items():
         has = np.isfinite(values).all(1)
-        known, asked = train[has[train]], np.flatnonzero(has[test])
+        known, wanted = train[has[train]], np.flatnonzero(has[test])
         linear, nearest = predicted["mean"].copy(), predicted["mean"].copy()
-        if len(known) >= MIN_KNOWN and len(asked):
+        if len(known) >= MIN_KNOWN and len(wanted):
             scaler = StandardScaler().fit(values[known])
-            given, queries = scaler.transform(values[known]), scaler.transform(values[test[asked]])
-            linear[asked] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
+            given, queries = scaler.transform(values[known]), scaler.transform(values[test[wanted]])
+            linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
             unit_rows = [v / np.linalg.norm(v, axis=1, keepdims=True).clip(1e-12) for v in (queries, given)]
-            nearest[asked] = changes[known[(unit_rows[0] @ unit_rows[1].T).argmax(1)]]
+            nearest[wanted] = changes[known[(unit_rows[0] @ unit_rows[1].T).argmax(1)]]
         predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest}
     return predicted
 

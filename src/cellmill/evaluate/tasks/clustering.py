@@ -26,7 +26,8 @@ import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ClusteringConfig
-from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, require, with_components, with_external
+from cellmill.data.inputs.source import optional_package
+from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, with_components, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
 from cellmill.evaluate.task import Context, TaskResult
@@ -86,7 +87,7 @@ class Clustering:
 
     def run(self, context: Context) -> TaskResult:
         """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough cells."""
-        igraph = require("igraph", "cluster", "task clustering")
+        igraph = optional_package("igraph", "cluster", "task clustering")
         config = self.config
         chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
         if isinstance(chosen, TaskResult):

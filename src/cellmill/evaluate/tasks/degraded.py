@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate.features import Features, fit_all, predict_all, read_rows, rows_of
+from cellmill.evaluate.features import Features, fit_all, keep_columns, predict_all, read_rows, rows_of
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import Predictions
 from cellmill.evaluate.task import Context, TaskResult
@@ -100,8 +100,5 @@ class MissingGenes:
 
 def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
     """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
-    kept = np.isin(np.arange(counts.shape[1]), generator.permutation(np.unique(counts.indices))[:n])
-    few = counts.copy()
-    few.data = counts.data * kept[counts.indices]
-    few.eliminate_zeros()
-    return few
+    drawn = generator.permutation(np.unique(counts.indices))[:n]
+    return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))

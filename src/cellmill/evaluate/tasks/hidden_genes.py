@@ -32,6 +32,7 @@ from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.genes.names import match_columns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.embed import embed_batches, inference, tokens_of
+from cellmill.evaluate.features import keep_columns
 from cellmill.evaluate.task import TOKEN_BUDGET, Context
 from cellmill.evaluate.tasks.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, center_of, positions, to_tensors, with_extra_tokens
@@ -59,19 +60,11 @@ class HiddenGenes:
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
         target = match_columns(self.context.reader, self.context.model.vocabulary).target
-        kept = ~np.isin(target, self.genes)
-        few = self.counts.copy()
-        few.data = few.data * kept[few.indices].astype(few.dtype)
-        few.eliminate_zeros()
-        return few
+        return keep_columns(self.counts, ~np.isin(target, self.genes))
 
     def expression(self) -> np.ndarray:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
-        return np.asarray(log_normalise(self._of_vocabulary(self.counts))[:, self.genes].toarray())
-
-    def visible_counts(self) -> sp.csr_matrix:
-        """(C, V): counts of the genes that are seen."""
-        return self._of_vocabulary(self.visible)
+        return np.asarray(log_normalise(self.of_vocabulary(self.counts))[:, self.genes].toarray())
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
@@ -85,7 +78,8 @@ class HiddenGenes:
         n_cells, precision = self.counts.shape[0], self.context.options.precision
         return np.nan_to_num(embed_batches(self.tokens(), network, n_cells, TOKEN_BUDGET, precision))
 
-    def _of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+    def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        """(C, V): counts of the columns of the file, by row of the vocabulary."""
         model = self.context.model
         target = match_columns(self.context.reader, model.vocabulary).target
         return select_columns(counts, target, model.vocabulary.n_genes)
@@ -108,39 +102,42 @@ def without(batch: Batch, tokens: np.ndarray) -> Batch:
     return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=ends[np.concatenate([[True], filled])])
 
 
-CELLS = 256  # decoded at once
-ASKED = 64  # hidden genes that masked_value is asked of in one pass: about the share of a cell that training masks
-ASKED_TOKENS = 16_384  # tokens of such a pass, without the asked ones
+CELLS, QUERIED_CELLS = 256, 32  # decoded at once, by a profile or by queries
+WANTED = 64  # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
 
 
 def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: predicted log(1 + counts per 10,000), of vectors (C, H) of the visible part of the cells.
+    """(C, G) float32: predicted log(1 + counts per 10,000), from vectors (C, H) of the visible part of the cells.
 
     None for a model whose objective predicts no expression.
     """
     network = hidden.context.model.network
-    with inference(next(network.parameters()).device, hidden.context.options.precision):
+    device = next(network.parameters()).device
+    with inference(device, hidden.context.options.precision):
         for part in network.objective.leaves().values():
             if isinstance(part, CellDecoding):
-                return _decoded(network, part, hidden, vectors)
+                visible = hidden.of_vocabulary(hidden.visible)
+                measured = torch.from_numpy(hidden.measured + len(SPECIAL)).to(device)
+                columns = np.searchsorted(hidden.measured, hidden.genes)
+                found = []
+                for first in range(0, len(vectors), CELLS):
+                    given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
+                    logits = token_logits(network.decoder(given), network.profile_genes.weight, network.profile_bias)  # type: ignore[operator,union-attr,arg-type]
+                    shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, columns]
+                    found.append(expression_of_shares(shares, visible[first : first + CELLS], part.predicts_log_counts))
+                return np.concatenate(found).astype(np.float32)
             if isinstance(part, QueryDecoding):
-                return _answered(network, part, hidden, vectors)
+                genes, found = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device), []
+                for given in torch.from_numpy(vectors).split(QUERIED_CELLS):
+                    cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
+                    answers = part.answers_of(network, given.to(device), cell, genes.repeat(len(given)))
+                    found.append(answers.view(len(given), len(genes)).cpu().numpy())
+                return np.maximum(np.concatenate(found), 0)
         objective = network.objective  # alone: a sum may draw a view
         if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
             return _unmasked(network, objective, hidden)
     return None
-
-
-def _decoded(network: Model, part: CellDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
-    device, visible = next(network.parameters()).device, hidden.visible_counts()
-    measured, is_log = torch.from_numpy(hidden.measured + len(SPECIAL)).to(device), part.predicts_log_counts
-    place, found = np.searchsorted(hidden.measured, hidden.genes), []
-    for first in range(0, len(vectors), CELLS):
-        given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
-        logits = token_logits(network.decoder(given), network.profile_genes.weight, network.profile_bias)  # type: ignore[operator,union-attr,arg-type]
-        shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, place]
-        found.append(expression_of_shares(shares, visible[first : first + CELLS], is_log))
-    return np.concatenate(found).astype(np.float32)
 
 
 def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
@@ -171,39 +168,28 @@ def counts_of_logs(logs: np.ndarray) -> np.ndarray:
     return np.interp(logs, expected_log_expression(means[None] / TARGET_SUM, depth)[0], means)
 
 
-def _answered(network: Model, part: QueryDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
-    device, found = next(network.parameters()).device, []
-    genes = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device)
-    for first in range(0, len(vectors), CELLS // 8):
-        given = torch.from_numpy(vectors[first : first + CELLS // 8]).to(device)
-        cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
-        answers = part.answers_of(network, given, cell, genes.repeat(len(given)))
-        found.append(answers.view(len(given), len(genes)).cpu().numpy())
-    return np.maximum(np.concatenate(found), 0)
-
-
 def _unmasked(network: Model, objective: MaskedValue, hidden: HiddenGenes) -> np.ndarray:
     device = next(network.parameters()).device
     found = np.zeros((hidden.counts.shape[0], len(hidden.genes)), np.float32)
-    for batch in (part for block in hidden.tokens() for part in split_batch(block, ASKED_TOKENS)):
+    for batch in (part for block in hidden.tokens() for part in split_batch(block, WANTED_TOKENS)):
         tensors = to_tensors(batch, device)
-        for first in range(0, len(hidden.genes), ASKED):
-            asked = torch.from_numpy(hidden.genes[first : first + ASKED] + len(SPECIAL)).to(device)
-            prepared = _asking(network, tensors, asked)
+        for first in range(0, len(hidden.genes), WANTED):
+            wanted = torch.from_numpy(hidden.genes[first : first + WANTED] + len(SPECIAL)).to(device)
+            prepared = _with_masked(network, tensors, wanted)
             predicted = objective.predict(network, network.head(network.states(prepared)[prepared.targets]), prepared)  # type: ignore[operator]
-            of_cells = predicted.float().view(len(batch.cells), len(asked)).cpu().numpy()
-            found[batch.cells, first : first + ASKED] = of_cells
+            by_cell = predicted.float().view(len(batch.cells), len(wanted)).cpu().numpy()
+            found[batch.cells, first : first + WANTED] = by_cell
     return np.maximum(found, 0)
 
 
-def _asking(network: Model, batch: Batch, asked: torch.Tensor) -> MaskedBatch:
-    """The cells with the genes `asked`, (asked,) token ids that none has, behind their own; their values are hidden."""
-    more = with_extra_tokens(batch, 0, len(asked), PAD_TOKEN)
+def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBatch:
+    """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their values are hidden."""
+    more = with_extra_tokens(batch, 0, len(wanted), PAD_TOKEN)
     ends = more.cu_seqlens[1:, None].long()
-    at = (ends - len(asked) + torch.arange(len(asked), device=ends.device)).flatten()
-    genes = more.genes.index_copy(0, at, asked.repeat(len(batch.lengths)))
+    index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
+    genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))
     view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
-    hidden, (cell, _) = torch.isin(view.genes, asked), positions(view)
+    hidden, (cell, _) = torch.isin(view.genes, wanted), positions(view)
     targets = hidden.nonzero().flatten()
     return MaskedBatch.prepared(
         view,

@@ -18,7 +18,8 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, summed, text_values
-from cellmill.evaluate.features import Features, own_components, read_rows, require, with_external
+from cellmill.data.inputs.source import optional_package
+from cellmill.evaluate.features import Features, own_components, read_rows, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
@@ -72,7 +73,7 @@ class Integration:
         untrained = features.embed(counts, context.model.untrained)
         found = {EMBEDDING: context.vectors[cells], UNTRAINED: untrained, PRINCIPAL: principal}
         if self.config.harmony:  # with its own defaults (Korsunsky et al. 2019)
-            harmony = require("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
+            harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
             frame = pd.DataFrame({"batch": batches.astype(str)})
             done = harmony.run_harmony(principal, frame, "batch", verbose=False, random_state=seed, ncores=1)
             corrected = np.asarray(done.Z_corr, np.float64)

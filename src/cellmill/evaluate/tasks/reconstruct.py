@@ -80,14 +80,14 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     totals, batches = np.zeros(2, np.int64), []
     with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
-        rows = reader.rows(ROW_BLOCK)
-        named = network.objective.number_columns
+        rows, named = reader.rows(ROW_BLOCK), network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
         for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, per_cell):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
-                batches.append([_array(tensor) for tensor in network.objective.observe(network, prepared)])
+                observed = network.objective.observe(network, prepared)  # bfloat16 is unknown to numpy
+                batches.append([(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in observed])
     return [np.concatenate(arrays) for arrays in zip(*batches)]
 
 
@@ -103,11 +103,6 @@ def _unknown_labels(context: Context, objective: Objective, cells: np.ndarray) -
             if line := counts.problem():
                 notes.append(f"{leaf.config.name} of {line}; {result}.")
     return figures, notes
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor for numpy, which has no bfloat16."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
 class Throughput:

@@ -31,7 +31,6 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
-from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features import Features, fit_all, predict_all, read_rows
@@ -63,21 +62,20 @@ class CellGroup:
         """The labelled cells of the indices `among`, ascending, and numbers of the cells left out."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
-        counts, features, columns = (
-            read_rows(reader, cells),
-            Features(context),
-            match_columns(reader, context.model.vocabulary),
-        )
+        counts, features = read_rows(reader, cells), Features(context)
+        columns = features.columns
         names = [
             known[row] if row >= 0 else name if measured else ""
             for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
         ]
-        profiles, untrained = (
-            summed(counts) if columns.ordered else counts,
-            features.embed(counts, context.model.untrained),
-        )
         group = cls(
-            str(reader.path), str(label.name), names, profiles, chosen.labels, context.vectors[cells], untrained
+            path=str(reader.path),
+            column=str(label.name),
+            names=names,
+            counts=summed(counts) if columns.ordered else counts,
+            labels=chosen.labels,
+            embedding=context.vectors[cells],
+            untrained=features.embed(counts, context.model.untrained),
         )
         return group, {"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out}
 
