@@ -15,7 +15,6 @@ import umap
 from numba.core.dispatcher import Dispatcher
 from sklearn.neighbors import NearestNeighbors
 
-from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
@@ -84,7 +83,10 @@ def umap_rows(
     cells = embedded[sample_cells(len(embedded), seed)]
     coordinates = project(vectors[cells], seed)
     labels, batches = (
-        np.full(len(obs_names), "") if column is None else text_values(column) for column in (label, batch)
+        np.full(len(obs_names), "")
+        if column is None
+        else column.astype(object).where(column.notna(), "").astype(str).to_numpy(object)
+        for column in (label, batch)
     )
     return [
         (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])

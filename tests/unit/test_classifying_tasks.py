@@ -1,0 +1,384 @@
+"""Tasks probe, few_shot, leave_out, low_depth and missing_genes: scores against scikit-learn, nothing fitted on tested
+cells, what cells lose, and the verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from sklearn.decomposition import PCA
+from sklearn.dummy import DummyClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import confusion_matrix, f1_score
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig
+from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.evaluate.baselines import BaselineCache
+from cellmill.evaluate.embed import embed_cells
+from cellmill.evaluate.features import Features, read_rows
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
+from cellmill.evaluate.task import Context, read_training_counts
+from cellmill.evaluate.tasks.classify import (
+    FEWEST_TESTED,
+    METRICS,
+    FewShot,
+    LeaveOut,
+    draw_shots,
+    judge,
+    predict_splits,
+    splits_of,
+    stratified,
+)
+from cellmill.evaluate.tasks.degraded import LowDepth, MissingGenes, classify_degraded, keep_genes, thin
+from tests.unit.evaluated import make_context
+
+WAYS = ("matched", "shifted", "trained on all levels")
+NEWTON = {"solver": "newton-cg", "max_iter": 1000}
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
+    return make_context(tmp_path_factory.mktemp("classify"), simulated)
+
+
+def _chosen(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and labels of the scored cells of classes with `fewest` cells."""
+    scored = np.flatnonzero(context.scored)
+    chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], fewest, seed=4)
+    return scored[chosen.cells], chosen.labels
+
+
+def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
+    random = np.random.default_rng(0)
+    labels = np.array(["a", "b", "c"])[np.arange(n) % 3]
+    centres = random.normal(size=(3, 8))
+    embedding = (centres[np.arange(n) % 3] + random.normal(size=(n, 8))).astype(np.float32)
+    noise = random.normal(size=(n, 8)).astype(np.float32)
+    counts = random.poisson(np.exp(random.normal(size=(3, 30)))[np.arange(n) % 3])
+    return embedding, noise, log_normalise(sp.csr_matrix(counts.astype(np.uint32))), labels
+
+
+def _predicted(
+    features: dict[str, Any], labels: np.ndarray, *, seeds: int = 1, seed: int = 0, neighbors: int, components: int
+) -> Predictions:
+    """Predictions in five folds."""
+    predictions, splits = Predictions(labels, seeds), stratified(labels, 5, seeds, seed)
+    predict_splits(predictions, features, splits, neighbors, BaselineCache(), components=components)
+    return predictions
+
+
+def _columns(predictions: Predictions) -> list[ScoreColumn]:
+    return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
+
+
+def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed() -> None:
+    embedding, noise, genes, labels = _problem()
+    features = {"embedding": embedding, "untrained": noise, "all genes": genes}
+    predictions = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
+    rows = {row["name"]: row for row in table_rows(_columns(predictions))}
+    linear = LogisticRegression(max_iter=10_000, tol=1e-6)
+    pca = PCA(5, svd_solver="arpack", random_state=0)
+    dense, sparse = StandardScaler(), StandardScaler(with_mean=False)
+    expected = {"majority": (DummyClassifier(strategy="most_frequent"), embedding)}
+    for kind, values, first, scaler in (
+        ("embedding", embedding, (), dense),
+        ("untrained", noise, (), dense),
+        ("all genes", genes, (), sparse),
+        ("PCA5", genes, (pca,), dense),
+    ):
+        expected[f"{kind} + logistic regression"] = (make_pipeline(*first, scaler, linear), values)
+        expected[f"{kind} + logistic regression, unscaled"] = (make_pipeline(*first, linear), values)
+        expected[f"{kind} + kNN"] = (make_pipeline(*first, KNeighborsClassifier(7)), values)
+    assert set(rows) == set(expected)
+    for name, (pipeline, values) in expected.items():
+        confusion = np.zeros((3, 3), np.int64)
+        for repetition in range(2):
+            folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
+            predicted = cross_val_predict(pipeline, values, labels, cv=folds)
+            of_row = {key: rows[name][f"{key}_repetitions"][repetition] for key in METRICS}
+            f1 = {kind: f1_score(labels, predicted, average=kind, zero_division=0) for kind in ("macro", "weighted")}
+            assert of_row["accuracy"] == pytest.approx((predicted == labels).mean()), name
+            assert of_row["macro_f1"] == pytest.approx(f1["macro"]), name
+            assert of_row["weighted_f1"] == pytest.approx(f1["weighted"]), name
+            confusion += confusion_matrix(labels, predicted)
+        assert predictions.confusion("", name)["counts"] == confusion.tolist(), name
+    assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
+    assert sorted(row["kind"] for row in rows.values()) == 10 * ["baseline"] + 3 * ["model"]
+
+
+def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
+    # gene 1 tells the classes apart; gene 0 varies far more, but only in the cells of one fold. Components fitted
+    # over all cells would follow gene 0 in every fold; fitted inside, the fold that tests those cells is perfect
+    labels, random = np.array(["a", "b"] * 50), np.random.default_rng(0)
+    genes = random.normal(scale=0.01, size=(100, 3))
+    genes[:, 0] = 0
+    genes[:, 1] += labels == "a"
+    folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(genes, labels))
+    planted = folds[2][1]
+    genes[planted, 0] += 1000 * random.normal(size=len(planted))
+    features = {"embedding": genes, "untrained": genes, "all genes": sp.csr_matrix(genes)}
+    predictions = _predicted(features, labels, neighbors=3, components=1)
+    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores["PCA1 + logistic regression"]
+    scores = [right[test].mean() for _, test in folds]
+    assert scores[2] == 1.0
+    assert max(scores[:2] + scores[3:]) < 0.95
+
+
+def test_baselines_on_real_cells_have_the_accuracies_measured_before(shared: Callable[[str], Path]) -> None:
+    adata = ad.read_h5ad(shared("pbmc68k.h5ad"))
+    chosen = choose_cells(adata.obs["bulk_labels"], fewest=5, seed=0)
+    genes = log_normalise(sp.csr_matrix(adata.X, dtype=np.uint32))[chosen.cells]
+    predictions = _predicted({"all genes": genes}, chosen.labels, neighbors=15, components=50)
+    accuracy = predictions.column("", "accuracy", "accuracy", "accuracy")
+    reference = {"majority": 0.343, "PCA50 + kNN": 0.803, "PCA50 + logistic regression": 0.816}
+    for name, value in (reference | {"all genes + logistic regression": 0.839}).items():
+        assert accuracy.mean(name) == pytest.approx(value, abs=0.015), name
+
+
+def test_normalised_counts_sum_to_ten_thousand_in_each_cell_independently_of_other_cells() -> None:
+    counts = sp.csr_matrix(np.array([[3, 0, 1], [0, 0, 0], [70_000, 1, 0]], np.uint32))
+    whole = log_normalise(counts)
+    assert np.expm1(whole.toarray()).sum(axis=1) == pytest.approx([1e4, 0, 1e4], rel=1e-5)
+    assert (log_normalise(counts[2:]) != whole[2:]).nnz == 0
+
+
+def test_classes_with_fewer_cells_than_folds_and_missing_labels_are_left_out_with_their_count() -> None:
+    labels = pd.Series(pd.Categorical(["a"] * 6 + ["b"] * 5 + ["rare"] * 4 + [None] * 2, ["unused", "a", "b", "rare"]))
+    chosen = choose_cells(labels, fewest=5, seed=0)
+    assert (chosen.classes, chosen.dropped) == ({"a": 6, "b": 5}, {"rare": 4})
+    assert (chosen.n_unlabelled, chosen.n_left_out) == (2, 0)
+    assert chosen.cells.tolist() == list(range(11))
+    assert chosen.labels.tolist() == ["a"] * 6 + ["b"] * 5
+
+
+def test_above_the_limit_the_same_cells_are_drawn_in_every_run() -> None:
+    draws = [choose_cells(pd.Series(["a", "b"] * 500), fewest=5, seed=seed, max_cells=100) for seed in (4, 4, 5)]
+    assert (len(draws[0].cells), draws[0].n_left_out) == (100, 900)
+    assert (np.diff(draws[0].cells) > 0).all()
+    assert (draws[0].cells == draws[1].cells).all()
+    assert (draws[0].cells != draws[2].cells).any()
+
+
+def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features() -> None:
+    labels = np.array(["a", "b"] * 10)
+    wrong = {
+        "embedding + logistic regression": 4,
+        "embedding + logistic regression, unscaled": 2,
+        "embedding + kNN": 3,
+        "all genes + logistic regression": 1,
+        "all genes + logistic regression, unscaled": 2,
+        "all genes + kNN": 3,
+        "untrained + logistic regression": 20,
+        "untrained + kNN": 8,
+        "majority": 10,
+    }
+    predictions = Predictions(labels, 1)
+    for name, n in wrong.items():
+        predictions.record("", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)})
+    verdicts = judge(_columns(predictions))
+    linear = "embedding + logistic regression, unscaled"
+    assert [(verdict.compared, verdict.against, verdict.metric, verdict.outcome) for verdict in verdicts] == [
+        (linear, "all genes + logistic regression", "accuracy", "level"),
+        (linear, "all genes + logistic regression", "macro-F1", "level"),
+        (linear, "all genes + logistic regression", "weighted F1", "level"),
+        (linear, "untrained + logistic regression", "accuracy", "ahead"),
+        ("embedding + kNN", "all genes + kNN", "accuracy", "level"),
+        ("embedding + kNN", "untrained + kNN", "accuracy", "ahead"),
+    ]
+    assert [verdict.difference for verdict in verdicts][3:] == pytest.approx([0.9, 0.0, 0.25])
+
+
+def test_each_class_gives_its_shots_and_all_others_are_tested() -> None:
+    labels = np.array(["a"] * 12 + ["b"] * 9 + ["rare"] * 3)
+    (_, train, test), (number, other, _) = draw_shots(labels, ["a", "b"], 4, draws=2, seed=0)
+    assert number == 1
+    assert sorted(labels[train]) == ["a"] * 4 + ["b"] * 4
+    assert sorted([*train, *test]) == list(range(21))
+    assert set(other) != set(train)
+
+
+@pytest.mark.parametrize(("most", "folds"), [(10, 4), (3, 3)])
+def test_a_donor_is_tested_once_and_never_trained_on_then(most: int, folds: int) -> None:
+    groups = pd.Series(["a", "b", None, "c", "d", "a", "b", "c", "d", "d"])
+    splits = list(splits_of(groups, most))
+    assert len(splits) == folds
+    assert sorted(np.concatenate([test for _, test in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    for train, test in splits:
+        assert set(groups[train]) | set(groups[test]) == {"a", "b", "c", "d"}
+        assert not set(groups[train]) & set(groups[test])
+    assert list(splits_of(pd.Series(["a", "a", None]), most)) == []
+
+
+def _accuracies(
+    context: Context, fewest: int, classifier: Any, kind: str, splits: Callable[..., Iterator[Any]]
+) -> list[float]:
+    """Accuracy of a classifier that is fitted on the training cells of each split alone."""
+    cells, labels = _chosen(context, fewest)
+    values = Features(context).of(read_rows(context.reader, cells))[kind]
+    return [
+        float((classifier.fit(values[train], labels[train]).predict(values[test]) == labels[test]).mean())
+        for *_, train, test in splits(cells, labels)
+    ]
+
+
+def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context: Context) -> None:
+    _, labels = _chosen(context, 8)
+    classes, sizes = np.unique(labels, return_counts=True)
+    classes = classes[np.lexsort((classes, -sizes))].tolist()  # the largest first
+    most = min(sizes) - FEWEST_TESTED  # of which every class keeps just enough for the test
+    config = FewShotConfig(name="few_shot", shots=[3, most, most + 1, 500], draws=2, neighbors=15)
+    result = FewShot(config).run(context)
+    rows = {row["name"]: row for row in result.rows}
+    for name, classifier in (
+        ("logistic regression, unscaled", LogisticRegression(**NEWTON)),
+        ("kNN", KNeighborsClassifier(3)),
+    ):
+        for kind in ("embedding", "all genes"):
+            expected = _accuracies(context, 8, classifier, kind, lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
+            assert rows[f"{kind} + {name}"]["3 per class_repetitions"] == pytest.approx(expected)
+    n_classes, left_out = result.figures["n_classes"], result.figures["classes_left_out"]
+    assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (len(classes), len(classes), 0)
+    assert n_classes[str(most + 1)] < len(classes)
+    assert (left_out["3"], left_out[str(most)], left_out["500"]) == ("none", "none", ", ".join(classes))
+    assert (result.metric, len(rows)) == ("3 per class", 4 * 3)
+    assert result.verdicts[0].metric == "accuracy, 3 per class"
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(context: Context) -> None:
+    donors = pd.Series(np.arange(context.reader.n_obs) // 7 % 3, name="donor").astype(str)
+    roles = {**context.roles, "donor": donors}
+    result = LeaveOut(LeaveOutConfig(name="leave_out", neighbors=5)).run(replace(context, roles=roles))
+
+    def by_donor(cells: np.ndarray, _: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        of_cells = donors.iloc[cells].to_numpy()
+        return ((np.flatnonzero(of_cells != one), np.flatnonzero(of_cells == one)) for one in sorted(set(donors)))
+
+    expected = _accuracies(context, 3, LogisticRegression(**NEWTON), "all genes", by_donor)
+    [row] = [row for row in result.rows if row["name"] == "all genes + logistic regression, unscaled"]
+    assert sorted(row["accuracy, new donor_repetitions"]) == pytest.approx(sorted(expected))
+    assert result.figures["donors"] == result.figures["donor_folds"] == 3
+    assert result.metric == "accuracy, new donor"
+
+
+@pytest.mark.parametrize(
+    ("task", "roles", "reason"),
+    [
+        (LeaveOut(LeaveOutConfig(name="leave_out")), ["label"], "the dataset has no donor or batch column"),
+        (LowDepth(LowDepthConfig(name="low_depth")), [], "the dataset has no label column"),
+    ],
+)
+def test_a_task_without_its_column_is_skipped_with_the_reason(
+    context: Context, task: Any, roles: list[str], reason: str
+) -> None:
+    assert task.run(replace(context, roles={role: context.roles[role] for role in roles})).skipped == reason
+
+
+@pytest.fixture
+def counts() -> sp.csr_matrix:
+    return sp.random(200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20))
+
+
+def test_thinning_keeps_each_count_with_the_same_probability(counts: sp.csr_matrix) -> None:
+    thinned = thin(0.1, counts, np.random.default_rng(1))
+    assert thinned.dtype == counts.dtype
+    assert thinned.data.all()
+    assert (thinned.toarray() <= counts.toarray()).all()
+    assert thinned.sum() / counts.sum() == pytest.approx(0.1, rel=0.03)
+    assert 1 - thinned.nnz / counts.nnz == pytest.approx(0.9**20, abs=0.01)
+
+
+def test_the_kept_genes_are_the_same_for_all_cells_and_whole(counts: sp.csr_matrix) -> None:
+    kept = keep_genes(7, counts, np.random.default_rng(1))
+    columns = np.unique(kept.indices)
+    assert (len(columns), kept.dtype) == (7, counts.dtype)
+    assert (kept[:, columns] != counts[:, columns]).nnz == 0
+    assert (keep_genes(500, counts, np.random.default_rng(1)) != counts).nnz == 0
+
+
+def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
+    model, features = context.model, Features(context)
+    counts = read_rows(context.reader, np.arange(30))
+    found = features.of(counts)
+    whole = embed_cells(context.reader, model.network, model.vocabulary, model.tokens, 4096).vectors
+    np.testing.assert_allclose(found["embedding"], whole[:30], atol=1e-5)
+    assert (found["all genes"] != log_normalise(counts)).nnz == 0
+    training = read_training_counts(model.manifest, 10_000)
+    assert training.shape == (model.manifest.splits["train"].n_obs, model.vocabulary.n_genes)
+    profiles = log_normalise(training).toarray()
+    centred = found["PCA50 of the training cells"]
+    basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
+    columns = select_columns(counts, features.columns.target, model.vocabulary.n_genes)
+    expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T
+    np.testing.assert_allclose(np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3)
+    without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
+    assert not features.of(without_genes)["embedding"].any()
+
+
+def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(context: Context) -> None:
+    result = classify_degraded(context, "low_depth", {"10 % of counts": partial(thin, 0.1)}, neighbors=5, repeats=2)
+    chosen, labels = _chosen(context, 3)
+    whole = read_rows(context.reader, chosen)
+    scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
+    table = {row["name"]: row for row in result.rows}
+    columns = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
+    for kind in scaler:
+        expected: dict[str, list[float]] = {column: [] for column in columns}
+        for repeat in range(2):
+            lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
+            cells = [Features(context).of(counts)[kind] for counts in (whole, lost)]
+            right: dict[str, int] = dict.fromkeys(columns, 0)
+            folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
+            for train, test in folds.split(labels, labels):
+                a, b = (sp.csr_matrix(values[train]) if kind == "all genes" else values[train] for values in cells)
+                both = sp.vstack([a, b]) if kind == "all genes" else np.concatenate([a, b])
+                for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
+                    of = np.tile(labels[train], seen.shape[0] // len(train))
+                    pipeline = make_pipeline(scaler[kind], LogisticRegression(**NEWTON))
+                    right[column] += (pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]).sum()
+            for column in columns:
+                expected[column].append(right[column] / len(labels))
+        row = table[f"{kind} + logistic regression"]
+        for column in columns:
+            assert row[f"{column}_repetitions"] == pytest.approx(expected[column]), column
+            assert row[f"{column}_mean"] == pytest.approx(np.mean(expected[column]))
+    assert [row["kind"] for row in result.rows] == 3 * ["model"] + 9 * ["baseline"]
+    assert all(row[f"{column}_mean"] is not None for row in result.rows for column in columns)
+    assert result.metric == "10 % of counts, shifted"
+    json.dumps(result.to_json(), allow_nan=False)
+    assert [verdict.metric for verdict in result.verdicts] == [f"accuracy, {column}" for column in columns]
+    for column, verdict in zip(columns, result.verdicts):
+        means = {row["name"]: row[f"{column}_mean"] for row in result.rows}
+        best = [max(means[row["name"]] for row in result.rows if row["kind"] == kind) for kind in ("model", "baseline")]
+        assert [means[verdict.compared], means[verdict.against]] == pytest.approx(best)
+        assert verdict.difference == pytest.approx(best[0] - best[1])
+
+
+@pytest.mark.parametrize(
+    ("task", "levels"),
+    [
+        (
+            LowDepth(LowDepthConfig(name="low_depth", count_fracs=[0.5, 0.2], repeats=1)),
+            ["50 % of counts", "20 % of counts"],
+        ),
+        (MissingGenes(MissingGenesConfig(name="missing_genes", genes=[20], repeats=1)), ["20 genes"]),
+    ],
+    ids=["low_depth", "missing_genes"],
+)
+def test_tasks_have_a_column_for_each_level(context: Context, task: Any, levels: list[str]) -> None:
+    expected = ["whole", *(f"{level}, {way}" for level in levels for way in WAYS)]
+    assert [key.removesuffix("_mean") for key in task.run(context).rows[0] if key.endswith("_mean")] == expected
