@@ -1,16 +1,16 @@
 """Shards as an archive of about a seventh of float32, from which they are restored byte for byte.
 
-Genes in rank order hardly compress. So the genes of a cell are sorted, and stored as the gaps between them; the rank
-order follows from counts and medians. A file becomes a zip with the same name and `.zip`:
+Genes in rank order hardly compress. So the genes of a cell are sorted, and stored as differences; the rank order
+follows from counts and medians. A file becomes a zip with the same name and `.zip`:
 
     layout.json         `sha256` and `size` of the file, `by_gene` of each block of 1,024 cells
     rest                bytes of the file without X/indices and X/data
     medians             of the vocabulary's genes, float32
     starts              indptr of X, int64
-    genes-N, counts-N   of block N: bytes of equal significance together
+    genes-N, counts-N   of block N, compressed by `_encode`
 
-A block whose order is not that of the medians is stored as it is (`by_gene` false), so any shard is restored. Files
-beside the shards, and shards without cells, have `rest` alone.
+A block whose order does not follow from the medians keeps it (`by_gene` false), so any shard is restored. Files beside
+the shards, and shards without cells, have `rest` alone.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numcodecs import Delta, Shuffle, Zstd
 
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.inputs.h5 import one_line, open_h5
-from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry
+from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry, verify
 from cellmill.data.shards.reader import RowFile, open_shards
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, sha256_file
 
 _ROWS = 1024
 _CHUNK = 8 << 20
-_LAYOUT_BYTES = 1 << 20
+_HEADER_BYTES = 16 << 20  # most bytes of layout.json or medians
+_DAMAGES = (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
@@ -50,6 +51,7 @@ def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
         if entry.shards:
             rows |= {shard.path.name: shard for shard in open_shards(manifest, split)}
     files = [file for split in manifest.splits.values() for file in split.files]
+    verify(manifest, files, threads)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
     _copy(manifest.path, out / manifest.path.name)
@@ -76,10 +78,12 @@ def _copy(source: Path, target: Path) -> None:
 
 def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path) -> None:
     path = manifest.shard_path(file)
-    if (actual := sha256_file(path)) != file.sha256:
-        raise DataError(f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {actual[:12]}; {REMEDY}")
-    if _has(target, file.sha256):
-        return
+    try:
+        with zipfile.ZipFile(target) as archive:
+            if json.loads(_member(archive, "layout.json", _HEADER_BYTES))["sha256"] == file.sha256:
+                return
+    except (OSError, *_DAMAGES):
+        pass
     with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         with open(path, "rb") as source, archive.open("rest", "w", force_zip64=True) as rest:
             for start, stop in _outside(file, path.stat().st_size):
@@ -91,28 +95,15 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
         archive.writestr("layout.json", json.dumps(layout))
 
 
-def _has(target: Path, sha256: str) -> bool:
-    try:
-        with zipfile.ZipFile(target) as archive:
-            return bool(json.loads(_member(archive, "layout.json", None))["sha256"] == sha256)
-    except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return False
-
-
 def _outside(file: ShardEntry | IndexEntry, size: int) -> Iterator[tuple[int, int]]:
     """Spans of a file without X/indices and X/data."""
     at = 0
-    for start, n_bytes in _regions(file):
-        yield at, start
-        at = start + n_bytes
+    if isinstance(file, ShardEntry) and file.nnz:
+        width = np.dtype(file.dtype).itemsize
+        for start, n_bytes in sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)]):
+            yield at, start
+            at = start + n_bytes
     yield at, size
-
-
-def _regions(file: ShardEntry | IndexEntry) -> list[tuple[int, int]]:
-    """Offset and bytes of X/indices and X/data, in the order of the file."""
-    if isinstance(file, IndexEntry) or not file.nnz:
-        return []
-    return sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, np.dtype(file.dtype).itemsize * file.nnz)])
 
 
 def _pieces(source: IO[bytes], n_bytes: int) -> Iterator[bytes]:
@@ -143,38 +134,25 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
         restored = rank_order_rows(starts, genes[order], counts[order], inverse)
         is_ranked = np.array_equal(restored[0], genes) and np.array_equal(restored[1], counts)
         if is_ranked:
-            genes, counts = _gaps(starts, genes[order]), counts[order]
+            genes, counts = genes[order], counts[order]
         by_gene.append(is_ranked)
         for name, values in (("genes", genes), ("counts", counts)):
-            archive.writestr(f"{name}-{number}", _planes(values))
+            archive.writestr(f"{name}-{number}", _encode(name, values), zipfile.ZIP_STORED)
     return by_gene
 
 
-def _gaps(starts: np.ndarray, genes: np.ndarray) -> np.ndarray:
-    """Differences between the genes of a cell, in ascending order; of the first one itself."""
-    gaps = np.diff(genes, prepend=np.int32(0)).astype("<i4")
-    first = starts[:-1][np.diff(starts) > 0]
-    gaps[first] = genes[first]
-    return gaps
+def _encode(name: str, values: np.ndarray) -> bytes:
+    """Compress genes, as differences, or counts; bytes of equal significance stand together."""
+    if name == "genes":
+        values = Delta(values.dtype).encode(values)
+    return bytes(Zstd(level=12).encode(Shuffle(values.itemsize).encode(values)))
 
 
-def _genes(starts: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-    """Inverse of `_gaps`."""
-    sums, lengths = np.cumsum(gaps, dtype=np.int64), np.diff(starts)
-    first = starts[:-1][lengths > 0]
-    before = sums[first] - gaps[first]
-    return (sums - np.repeat(before, lengths[lengths > 0])).astype("<i4")
-
-
-def _planes(values: np.ndarray) -> bytes:
-    """Bytes of equal significance together."""
-    return values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
-
-
-def _values(planes: bytes, dtype: np.dtype[Any]) -> np.ndarray:
-    """Inverse of `_planes`."""
-    by_byte = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(by_byte.T).view(dtype).ravel()
+def _decode(name: str, stored: bytes, n: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Inverse of `_encode`, of `n` values. Raises ValueError or RuntimeError for a damaged block."""
+    shuffled = Zstd().decode(stored, np.empty(n * dtype.itemsize, np.uint8))  # the header may claim any size
+    values = np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype)
+    return Delta(dtype).decode(values) if name == "genes" else values
 
 
 def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) -> None:
@@ -189,12 +167,12 @@ def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) ->
                 raise ValueError("the restored file has another sha256 than in the manifest")
     except FileNotFoundError:
         raise DataError(f"{source}: no such file, but the manifest of the archive lists it") from None
-    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGES as error:
         raise DataError(f"{source}: damaged: {one_line(error)}; take it from another copy of the archive") from None
 
 
 def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[bytes]) -> None:
-    layout = json.loads(_member(archive, "layout.json", None))
+    layout = json.loads(_member(archive, "layout.json", _HEADER_BYTES))
     with archive.open("rest") as rest:
         for start, stop in _outside(file, int(layout["size"])):
             restored.seek(start)
@@ -203,28 +181,28 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
     if isinstance(file, IndexEntry) or not file.nnz:
         return
     starts = np.frombuffer(_member(archive, "starts", 8 * (file.n_obs + 1)), "<i8")
-    inverse = inverse_medians(np.frombuffer(_member(archive, "medians", None), "<f4"))
+    inverse = inverse_medians(np.frombuffer(_member(archive, "medians", _HEADER_BYTES), "<f4"))
     if starts[0] or starts[-1] != file.nnz or (np.diff(starts) < 0).any():
         raise ValueError(f"its offsets of rows are not of {file.nnz:,} nonzeros")
     edges, dtype = [*range(0, file.n_obs, _ROWS), file.n_obs], np.dtype(file.dtype)
     descriptor = restored.fileno()
     restored.flush()
     for number, (first, last) in enumerate(pairwise(edges)):
-        own, read = starts[first : last + 1] - starts[first], partial(_member, archive)
-        genes = _values(read(f"genes-{number}", 4 * int(own[-1])), np.dtype("<i4"))
-        counts = _values(read(f"counts-{number}", dtype.itemsize * int(own[-1])), dtype)
+        own = starts[first : last + 1] - starts[first]
+        genes, counts = (
+            _decode(name, _member(archive, f"{name}-{number}", 2 * kind.itemsize * int(own[-1]) + 1024), own[-1], kind)
+            for name, kind in (("genes", np.dtype("<i4")), ("counts", dtype))
+        )
         if layout["by_gene"][number]:
-            genes = _genes(own, genes)
             if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
-                raise ValueError("its genes are not those of the vocabulary")
+                raise ValueError("it has genes outside the vocabulary")
             genes, counts = rank_order_rows(own, genes, counts, inverse)
         os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
         os.pwrite(descriptor, counts.tobytes(), file.counts_at + dtype.itemsize * int(starts[first]))
 
 
-def _member(archive: zipfile.ZipFile, name: str, n_bytes: int | None) -> bytes:
-    """Content of a member. Raises ValueError if it is not of `n_bytes`, or if that is None, larger than a few MB."""
-    size = archive.getinfo(name).file_size
-    if size != n_bytes and (n_bytes is not None or size > 16 * _LAYOUT_BYTES):
-        raise ValueError(f"{name} has {size:,} bytes, not {n_bytes}")
+def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:
+    """Content of a member. Raises ValueError, before memory is taken for it, if it is larger than `most_bytes`."""
+    if (size := archive.getinfo(name).file_size) > most_bytes:
+        raise ValueError(f"{name} has {size:,} bytes, not up to {most_bytes:,}")
     return archive.read(name)
