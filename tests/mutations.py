@@ -59,7 +59,7 @@ FAULTS = [
     Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]", "states = states * of_gene[:, None]", "unit/test_covariates.py unit/test_pooling.py"),
     Fault("a claim is never silent for too long", "runs/lock.py", "if silent_s >= LEASE_S:", "if False:", "unit/test_claim.py"),
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_claim.py"),
-    Fault("last node of a range is lost", "launch/queue.py", "int(last or first) + 1", "int(last or first)", "unit/test_node.py"),
+    Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),
     Fault("a causal cell sees what follows", "models/attention.py", "is_causal=causal", "is_causal=False", "unit/test_attention.py"),
     Fault("the plan counts one moment of AdamW", "planner/memory.py", "model.states * FLOAT32 * trained_shard", "1 * FLOAT32 * trained_shard", "unit/test_memory.py"),
     Fault("the mask may take no gene of a cell", "models/objectives/masked.py", "| (draws == lowest[cell])", "", "unit/test_masked_model.py"),
