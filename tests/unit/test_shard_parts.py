@@ -25,10 +25,10 @@ from cellmill.config.run import Stream
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
-from cellmill.data.shards.index import CellColumns, open_index
+from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
-from cellmill.data.shards.plan import FOLDER, hash_cells, hash_genes, make_plan
+from cellmill.data.shards.plan import FOLDER, make_plan
 from cellmill.data.shards.reader import OpenFiles, open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.stream.cell_stream import CellStream

@@ -31,9 +31,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import are_in, open_index
+from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index, places
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify_once
-from cellmill.data.shards.plan import hash_cells, hash_genes, places, select_genes
+from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_gene_ids
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError

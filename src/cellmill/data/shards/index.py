@@ -14,6 +14,7 @@ a missing value. Numbers are what an objective predicts, such as an age or a pro
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,70 @@ class CellColumns:
         if ((values < 1) | (values > self._n_levels)).any():
             raise DataError(f"{self._path}: damaged: it has numbers of no level of the manifest; {REMEDY}")
         return values.astype(np.int32)
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""
+    mixed = values.copy()
+    _mix(mixed)
+    return mixed
+
+
+def _mix(values: np.ndarray) -> None:
+    """`splitmix64` in place, which takes half of the time."""
+    shifted = np.empty_like(values)
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        np.right_shift(values, np.uint64(bits), out=shifted)
+        values ^= shifted
+        if factor > 1:
+            values *= np.uint64(factor)
+
+
+def hash_text(text: str, seed: int = 0) -> int:
+    """64-bit hash of a text, the same on every machine."""
+    key = seed.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
+
+
+def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
+    """One uint64 per gene id, for `hash_cells`."""
+    return np.array([hash_text(name) for name in gene_ids], np.uint64)
+
+
+_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
+_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
+_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
+
+
+def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
+    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
+
+    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
+    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
+    """
+    small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
+    sums = np.zeros((len(starts) - 1, 2), np.uint64)
+    for first in range(0, len(sums), _HASHED):
+        cells = slice(first, first + _HASHED)
+        lengths = np.diff(starts[first : first + _HASHED + 1])
+        nonzeros = slice(starts[first], starts[first] + lengths.sum())
+        of_counts = counts[nonzeros]
+        pairs = gene_hashes[genes[nonzeros]]
+        pairs ^= _SMALL_COUNTS[of_counts] if small else splitmix64(of_counts.astype(np.uint64))
+        _mix(pairs)
+        filled = np.flatnonzero(lengths)
+        at = (starts[cells] - starts[first])[filled]
+        sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
+        pairs ^= _SECOND
+        _mix(pairs)
+        sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
+    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
+
+
+def places(starts: np.ndarray) -> np.ndarray:
+    """Place from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
 def hash_order(hashes: np.ndarray) -> np.ndarray:

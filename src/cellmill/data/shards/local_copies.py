@@ -102,14 +102,22 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
     task, ended = CopyTask.of(sys.stdin.buffer.readline()), Event()
-    Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+
+    def wait_for_end() -> None:
+        with suppress(OSError):
+            sys.stdin.buffer.read()
+        ended.set()
+
+    Thread(target=wait_for_end, daemon=True).start()
+    folder, lock = Path(task.folder), None
     with suppress(OSError):
-        remove_abandoned(Path(task.folder).parent)
-    copies = LocalCopies(Path(task.folder))
-    lock = None
+        remove_abandoned(folder.parent)
     try:
-        lock = _new_folder(copies.folder)
-        _copy_all(task, copies.folder, ended.is_set)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _copy_all(task, folder, ended.is_set)
     except _Ended:
         pass
     except (OSError, UserError) as error:
@@ -117,7 +125,7 @@ def main() -> None:
         warn(f"stream.stage_to stopped copying: {reason}; shards without a copy are read from the shared folder")
     ended.wait()
     if lock is not None:
-        copies.remove()
+        LocalCopies(folder).remove()
 
 
 def remove_abandoned(parent: Path) -> None:
@@ -128,28 +136,13 @@ def remove_abandoned(parent: Path) -> None:
             LocalCopies(lock.parent).remove()
 
 
-def _wait_for_end(ended: Event) -> None:
-    with suppress(OSError):
-        sys.stdin.buffer.read()
-    ended.set()
-
-
-def _new_folder(folder: Path) -> int:
-    """Make the folder, which nobody else can read; returns the lock's descriptor."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700)
-    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
-
-
 def _copy_all(task: CopyTask, folder: Path, is_ended: Callable[[], bool]) -> None:
-    started, used = time.monotonic(), 0
-    for n, (name, sha256) in enumerate(task.shards.items()):
+    started, n, used, why = time.monotonic(), 0, 0, ""
+    for name, sha256 in task.shards.items():
         shard = Path(name)
         size = shard.stat().st_size
         if task.limit_bytes is not None and used + size > task.limit_bytes:
-            print(_told(folder, n, len(task.shards), used, started) + ", as many as stream.stage_limit_gb allows")
+            why = ", as many as stream.stage_limit_gb allows"
             break
         disk = shutil.disk_usage(folder)
         if disk.free - size < _FREE_FRAC * disk.total:
@@ -159,15 +152,9 @@ def _copy_all(task: CopyTask, folder: Path, is_ended: Callable[[], bool]) -> Non
             )
             return
         _copy(shard, folder / shard.name, sha256, is_ended)
-        used += size
-    else:
-        print(_told(folder, len(task.shards), len(task.shards), used, started))
-    sys.stdout.flush()
-
-
-def _told(folder: Path, n: int, of: int, used: int, started: float) -> str:
-    took = time.monotonic() - started
-    return f"{os.uname().nodename}: copied {n} of {of} shards, {used / 1e9:.2f} GB, to {folder.parent} in {took:.0f} s"
+        n, used = n + 1, used + size
+    copied = f"{os.uname().nodename}: copied {n} of {len(task.shards)} shards, {used / 1e9:.2f} GB, to {folder.parent}"
+    print(f"{copied} in {time.monotonic() - started:.0f} s{why}", flush=True)
 
 
 def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) -> None:

@@ -18,9 +18,8 @@ so duplicates are never in two splits.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -36,76 +35,21 @@ from cellmill.data.arrays import select_columns, text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import DATASET, hash_order, open_array
+from cellmill.data.shards.index import (
+    DATASET,
+    hash_cells,
+    hash_genes,
+    hash_order,
+    hash_text,
+    open_array,
+    places,
+    splitmix64,
+)
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtypes_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, fsync, named_errors, read_json, write_json
-
-
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""
-    mixed = values.copy()
-    _mix(mixed)
-    return mixed
-
-
-def _mix(values: np.ndarray) -> None:
-    """`splitmix64` in place, which takes half of the time."""
-    shifted = np.empty_like(values)
-    values += np.uint64(0x9E3779B97F4A7C15)
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        np.right_shift(values, np.uint64(bits), out=shifted)
-        values ^= shifted
-        if factor > 1:
-            values *= np.uint64(factor)
-
-
-def hash_text(text: str, seed: int = 0) -> int:
-    """64-bit hash of a text, the same on every machine."""
-    key = seed.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
-
-
-def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
-    """One uint64 per gene id, for `hash_cells`."""
-    return np.array([hash_text(name) for name in gene_ids], np.uint64)
-
-
-_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
-_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
-_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
-
-
-def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
-    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
-
-    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
-    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
-    """
-    small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
-    sums = np.zeros((len(starts) - 1, 2), np.uint64)
-    for first in range(0, len(sums), _HASHED):
-        cells = slice(first, first + _HASHED)
-        lengths = np.diff(starts[first : first + _HASHED + 1])
-        nonzeros = slice(starts[first], starts[first] + lengths.sum())
-        of_counts = counts[nonzeros]
-        pairs = gene_hashes[genes[nonzeros]]
-        pairs ^= _SMALL_COUNTS[of_counts] if small else splitmix64(of_counts.astype(np.uint64))
-        _mix(pairs)
-        filled = np.flatnonzero(lengths)
-        at = (starts[cells] - starts[first])[filled]
-        sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
-        pairs ^= _SECOND
-        _mix(pairs)
-        sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
-    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
-
-
-def places(starts: np.ndarray) -> np.ndarray:
-    """Place from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
 def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
@@ -163,13 +107,6 @@ def split_by_value(
     of_value[order[:n_test]] = 2
     of_value[order[n_test : n_test + n_val]] = 1
     return of_value[code]
-
-
-def require_column(column: str, columns: Iterable[str], source: str) -> None:
-    """Raise DataError when the obs `columns` of `source` lack `column`."""
-    known = sorted({*columns, "dataset"})
-    if column not in known:
-        raise DataError(f"{source}: no obs column {column!r} (shard.split_by); {did_you_mean(column, known)}")
 
 
 BLOCK = 1024  # cells read, ordered and written at a time
@@ -334,10 +271,9 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
 
 def find_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path) -> ShardPlan:
     """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these inputs."""
-    plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
-    if plan is None:
-        raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
-    return plan
+    if (plan := ShardPlan.read(folder, _key(cells, vocabulary, options))) is not None:
+        return plan
+    raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
 
 
 def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
@@ -386,7 +322,9 @@ def _values(reader: CountsReader, column: str) -> np.ndarray:
     """Values of an obs column as text; for `dataset`, the dataset's name."""
     if column == DATASET:
         return np.full(reader.n_obs, reader.path.stem, object)
-    require_column(column, reader.obs.columns, str(reader.path))
+    if column not in reader.obs:
+        hint = did_you_mean(column, sorted({*reader.obs.columns, DATASET}))
+        raise DataError(f"{reader.path}: no obs column {column!r} (shard.split_by); {hint}")
     values = reader.obs[column]
     if (missing := values.isna().to_numpy()).any():
         raise DataError(

@@ -26,7 +26,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.arrays import scale_of_totals, scale_per_10k
-from cellmill.data.shards.plan import places, splitmix64
+from cellmill.data.shards.index import places, splitmix64
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
 
