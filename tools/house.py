@@ -90,6 +90,15 @@ def wrong_layers(trees: Trees) -> Iterator[str]:
                 yield f"{name}:{statement.lineno} imports {imported}"
 
 
+def late_imports_of(tree: ast.AST) -> Iterator[str]:
+    """Modules of this package that are imported by a call of import_module with their name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            if isinstance(name, str) and name.startswith("cellmill."):
+                yield name
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -112,10 +121,10 @@ def foreign_private(trees: Trees) -> Iterator[str]:
 
 
 def circle(trees: Trees) -> list[str]:
-    """Modules of one import circle, imports for types included; empty if there is none."""
+    """Modules of one import circle, imports for types and late ones included; empty if there is none."""
     graph = {}
     for name, tree in trees.items():
-        names = [imported for _, imported in imports_of(tree)]
+        names = [*(imported for _, imported in imports_of(tree)), *late_imports_of(tree)]
         graph[name] = {n if n in trees else n.rpartition(".")[0] for n in names} & set(trees) - {name}
     try:
         TopologicalSorter(graph).prepare()

@@ -1,6 +1,5 @@
 """Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and clipping."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.apply import COMPUTE_DTYPE
 from cellmill.parallel.mesh import Mesh, mesh_of
-from cellmill.parallel.stages import PipelineStages
 
 
 class StepModel(nn.Module, ABC):
@@ -111,15 +109,6 @@ class ParallelModel(StepModel):
             self.core.set_requires_gradient_sync(last or self.reduces_each)
             self.core.set_requires_all_reduce(last)
         yield
-
-
-def build_step_model(model: nn.Module, parallel: Parallel, mesh: Mesh) -> StepModel:
-    """Return the step of the laid-out model, or of the stages of a pipeline."""
-    if isinstance(model, PipelineStages):
-        # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
-        step: StepModel = importlib.import_module("cellmill.parallel.pipeline").PipelineModel(model, parallel, mesh)
-        return step
-    return ParallelModel(model, parallel, mesh)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:

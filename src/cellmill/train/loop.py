@@ -6,6 +6,7 @@ targets. The report of a step (loss, norm, stop requests) is read one step late,
 loop never waits for a GPU. A stop signal only sets a flag; all ranks save together at the end of a common step.
 """
 
+import importlib
 import math
 import signal
 import sys
@@ -35,7 +36,7 @@ from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh, gather_json
 from cellmill.parallel.stages import PipelineStages
-from cellmill.parallel.step import build_step_model, clip_grad_norm
+from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import ModelSize
 from cellmill.runs.folder import TrainFolder
@@ -156,7 +157,11 @@ class Trainer:
         self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
         self.saved_with |= {"levels": spec.levels} if spec.levels else {}
         self.rates = group_rates(method, build(spec, method.transform))
-        self.parallel_model = build_step_model(model, options.parallel, mesh)
+        step_model: type[StepModel] = ParallelModel
+        if isinstance(model, PipelineStages):
+            # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
+            step_model = importlib.import_module("cellmill.parallel.pipeline").PipelineModel
+        self.parallel_model = step_model(model, options.parallel, mesh)
         self.optimizer = build_optimizer(model, train, options.parallel.cpu_offload, method.group)
         self.unfreezing = Unfreezing(model, method.first_step)
         self.average = None if train.ema_decay is None else WeightAverage(model, train.ema_decay)
