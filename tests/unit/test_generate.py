@@ -14,7 +14,7 @@ import torch
 from cellmill.cli import main
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
-from cellmill.models.families.generation import (
+from cellmill.models.families.autoregressive import (
     GeneratedCell,
     Sampling,
     ends_before,

@@ -35,8 +35,7 @@ from cellmill.evaluate.labels import count_labels, texts_of
 from cellmill.evaluate.predict import LABEL, classifiers_of, predict_heads, thresholds_of, uncalibrated
 from cellmill.evaluate.results import read_external, write_embedding, write_prediction
 from cellmill.files import sha256_file
-from cellmill.models.families.autoregressive import AutoregressiveModel
-from cellmill.models.families.generation import GeneratedCell, Sampling, generate_cells
+from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
 from cellmill.train.telemetry import memory_bytes
 
 

@@ -1,25 +1,37 @@
-"""The causal transformer: gene, value and rank embeddings, pre-norm blocks, a norm; heads come from the objective.
+"""The causal transformer, and cells drawn from it.
 
 A token's embedding has its gene, its value and the logarithm of its rank, so the model knows how far a cell has come.
 The state of a token is a function of the tokens up to it. Values are therefore not centred within the cell as in the
 encoder, since the cell's mean tells of later values; and a cell that is generated needs its depth, which says how many
-genes are still to come.
+genes are still to come. Heads come from the objective.
 
-Legend: T tokens of the batch, C cells, V tokens of the vocabulary, H hidden.
+Cells are drawn gene by gene, with the keys and values of earlier tokens kept. All cells that are generated together
+have the same length at any time, so their keys and values are dense tensors; a cell that ends leaves them. Draws are
+keyed by seed, cell and position (Gumbel-max, Maddison et al. 2014), and all is computed in float64: float32 would
+round differently for other batches, and a cell would depend on those beside it.
+
+Legend: T tokens of the batch, C cells, N genes of each cell so far, V tokens of the vocabulary, H hidden, h heads, d
+width of a head.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.parts.families import AutoregressiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.cell_encoder import TokenEncoder, mean_state
+from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.families.encoder import pre_norm_blocks, value_embedding
 from cellmill.models.objective import Objective
+from cellmill.models.objectives.next_gene import NextGene
 from cellmill.parallel.vocab_parallel import embed_tokens
+
+GENE, VALUE, END = 1, 2, 3  # keys of the draws
 
 
 class AutoregressiveModel(TokenEncoder):
@@ -70,3 +82,143 @@ class AutoregressiveModel(TokenEncoder):
         if not len(states):
             return torch.zeros(len(lengths), self.width, device=lengths.device)
         return states.float()[ends.clamp(min=0)] * (lengths > 0)[:, None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draws of cells."""
+
+    max_genes: int  # most genes of a cell, at most `max_tokens` of the model's tokens
+    temperature: float = 1.0
+    """Divides the logits of genes and bins; 0 takes the likeliest, and ends a cell when that is likelier."""
+    top_k: int | None = None  # genes are drawn from this many likeliest ones; None draws from all
+    seed: int = 0
+    prompt: tuple[int, ...] = ()  # vocabulary rows of the first genes of every cell
+
+
+@dataclass(frozen=True)
+class GeneratedCell:
+    """A cell as drawn."""
+
+    genes: list[int]  # vocabulary rows in rank order
+    values: list[float] | None
+    """Value of each gene: predicted where continuous, else drawn bins; None if the model predicts none."""
+    ended: bool  # False if the cell was cut at `max_genes`
+
+
+class Cache:
+    """Keys and values of the tokens of C cells, block by block."""
+
+    def __init__(self, model: AutoregressiveModel, cells: int) -> None:
+        self.model, self.n_tokens = model, 0
+        heads = [(block.qkv.out_features // 3 // block.head_width, block.head_width) for block in _blocks(model)]
+        empty = [torch.empty(cells, h, 0, d, dtype=torch.float64, device=model.start.device) for h, d in heads]
+        self.keys, self.values = list(empty), list(empty)
+
+    def append(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
+        model = self.model
+        x = model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
+        self.n_tokens += 1
+        for index, block in enumerate(_blocks(model)):
+            query, key, value = (part[:, :, None] for part in block.before(x))
+            self.keys[index] = torch.cat([self.keys[index], key], dim=2)
+            self.values[index] = torch.cat([self.values[index], value], dim=2)
+            attended = F.scaled_dot_product_attention(query, self.keys[index], self.values[index])
+            x = block.after(x, attended.flatten(1), None)
+        return model.norm(x)
+
+    def keep(self, cells: torch.Tensor) -> None:
+        """Keep the cells where `cells`, (C,) bool, is True."""
+        self.keys, self.values = ([part[cells] for part in parts] for parts in (self.keys, self.values))
+
+
+@torch.inference_mode()
+def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range) -> list[GeneratedCell]:
+    """Return the cells with these numbers, drawn together. `model` becomes float64."""
+    model, objective = model.double().eval(), cast(NextGene, model.objective)
+    done: dict[int, GeneratedCell] = {}
+    numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
+    genes, values = numbers.new_empty(len(cells), 0), torch.empty(len(cells), 0, device=numbers.device)
+    cache, states = Cache(model, len(cells)), model.start.expand(len(cells), -1)
+    while len(numbers):
+        place = genes.shape[1]
+        ends = ends_before(objective, model, states, numbers, sampling, place)
+        full = place == min(sampling.max_genes, len(model.gene_bias) - len(SPECIAL))
+        leaving = torch.ones_like(ends) if full else ends
+        for row in leaving.nonzero().flatten().tolist():
+            listed = (genes[row] - len(SPECIAL)).tolist()
+            own = values[row].tolist() if objective.predicts_values else None
+            done[int(numbers[row])] = GeneratedCell(listed, own, bool(ends[row]))
+        staying = ~leaving
+        numbers, genes, values, states = (part[staying] for part in (numbers, genes, values, states))
+        cache.keep(staying)
+        if not len(numbers):
+            break
+        gene = next_genes(objective, model, states, genes, numbers, sampling)
+        value = next_values(objective, model, states, gene, numbers, sampling, place)
+        genes, values = torch.cat([genes, gene[:, None]], 1), torch.cat([values, value[:, None].float()], 1)
+        states = cache.append(gene, value)
+    return [done[number] for number in cells]
+
+
+def ends_before(
+    objective: NextGene, model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
+) -> torch.Tensor:
+    """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any gene."""
+    chance = objective.end_logits(model, states).sigmoid()
+    if place < max(1, len(sampling.prompt)):
+        return torch.zeros_like(chance, dtype=torch.bool)
+    if sampling.temperature == 0:
+        return chance > 0.5
+    return _uniform(keyed_bits(cells, sampling.seed, END, place)) < chance
+
+
+def next_genes(
+    objective: NextGene, model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never one of these."""
+    place = genes.shape[1]
+    if place < len(sampling.prompt):
+        return torch.full_like(cells, sampling.prompt[place] + len(SPECIAL))
+    logits = objective.gene_logits(model, states)
+    logits[:, : len(SPECIAL)] = -torch.inf
+    logits = logits.scatter(1, genes, -torch.inf)
+    if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
+        least = logits.topk(sampling.top_k, dim=1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return _drawn(logits, cells, sampling, GENE, place)
+
+
+def next_values(
+    objective: NextGene,
+    model: Any,
+    states: torch.Tensor,
+    genes: torch.Tensor,
+    cells: torch.Tensor,
+    sampling: Sampling,
+    place: int,
+) -> torch.Tensor:
+    """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins (int64)."""
+    if not objective.predicts_values:
+        return torch.zeros_like(genes)
+    predicted = objective.values(model, states, genes)
+    return predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
+
+
+def _drawn(logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: int, place: int) -> torch.Tensor:
+    """(C, n) logits -> (C,) draws from their softmax."""
+    if sampling.temperature == 0:
+        return logits.argmax(1)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    uniform = _uniform(keyed_bits(cells[:, None], sampling.seed, kind, place, columns))
+    return (logits.double() / sampling.temperature - (-uniform.log()).log()).argmax(1)
+
+
+def _uniform(bits: torch.Tensor) -> torch.Tensor:
+    """63 random bits as float64 between 0 and 1, both excluded."""
+    return ((bits >> 11).double() + 0.5) * 2.0**-52
+
+
+def _blocks(model: AutoregressiveModel) -> list[Any]:
+    return list(model.blocks)
