@@ -10,7 +10,6 @@ from typing import Protocol
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
 from cellmill.config.parts.family import FamilyConfig
-from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
@@ -135,8 +134,9 @@ def _check_objective(options: TrainOptions) -> None:
     for part in objective.each():
         if part.name in model.objectives or model.family in part.families:
             continue
+        key = f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
         raise ConfigError(
-            f"{_key_of(part, objective)}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
+            f"{key}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
             "choose one of these, or another model.family"
         )
     if tokens.value_kind not in model.value_kinds:
@@ -171,11 +171,6 @@ def _check_objective(options: TrainOptions) -> None:
         model.check_with(objective, tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _key_of(part: ObjectiveConfig, objective: ObjectiveConfig) -> str:
-    """The option that names a part of the objective."""
-    return f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
 
 
 def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:

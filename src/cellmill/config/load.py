@@ -222,7 +222,13 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
             raise ConfigError(f"{kind}: expected a mapping with at least one name, got {entries!r}")
         _check_names(kind, entries)
         defaults = {name: _mapping(tree.get(name), name) for name in sections_of(owner)}
-        merged[kind] = {name: _merge(defaults, _mapping(own, f"{kind}.{name}"), owner) for name, own in entries.items()}
+        merged[kind] = {}
+        for name, given in entries.items():
+            own = _mapping(given, f"{kind}.{name}")
+            merged[kind][name] = defaults | own
+            for section, options in sections_of(owner).items():
+                if isinstance(own.get(section), dict | None):
+                    merged[kind][name][section] = options.override(defaults[section], own.get(section) or {})
     own = {name: _mapping(given, f"runs.{name}") for name, given in tree["runs"].items()}
     merged["runs"] = with_parents(merged["runs"], own)
     return merged
@@ -246,14 +252,6 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, got {value!r}")
     return value
-
-
-def _merge(defaults: dict[str, Any], own: dict[str, Any], owner: type[Section]) -> dict[str, Any]:
-    merged = defaults | own
-    for name, section in sections_of(owner).items():
-        if isinstance(own.get(name), dict | None):
-            merged[name] = section.override(defaults[name], own.get(name) or {})
-    return merged
 
 
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, get_args
 
@@ -38,7 +38,8 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     """
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
-    found = {(p.value, _package(p)): p for p in entry_points(group=f"cellmill.{kind}") if p.name == name}
+    points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]
+    found = {(p.value, p.dist.name if p.dist is not None else "an installed package"): p for p in points}
     if not found:
         raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
     if len(found) > 1:
@@ -53,10 +54,6 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     if problem:
         raise ConfigError(f"{kind} {name!r}: {value} of {package} {problem}; repair or remove the package")
     return options
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an installed package"
 
 
 def _misfit(options: Any, contract: Any, name: str) -> str:

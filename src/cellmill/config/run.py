@@ -58,7 +58,7 @@ class Stream(Section):
     weight_warmup_steps: int = Field(
         0,
         ge=0,
-        description="Steps over which the weights change linearly from those of weight_start_exponent to those of "
+        description="Steps over which the weights change linearly from weight_start_exponent to "
         "weight_exponent; each epoch uses the weights of its first step. 0 starts with the latter.",
     )
     weight_start_exponent: float = Field(
@@ -109,7 +109,7 @@ class Plan(Section):
     """Assumptions of the plan about the machine."""
 
     memory_gb: float | None = Field(
-        None, gt=0, description="Device memory of one process; null uses that of the profile's device."
+        None, gt=0, description="Device memory of one process; null takes it from the profile's device."
     )
     memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
     mfu_frac: float = Field(
@@ -119,10 +119,10 @@ class Plan(Section):
         description="Assumed fraction of the device's peak FLOP/s; communication and idle time are added.",
     )
     intra_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send within its node; null uses that of the profile's device."
+        None, gt=0, description="GB/s one process can send within its node; null takes it from the profile's device."
     )
     inter_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send to other nodes; null uses that of the profile's device."
+        None, gt=0, description="GB/s one process can send to other nodes; null takes it from the profile's device."
     )
 
 
@@ -259,7 +259,7 @@ class Consolidate(Section):
 
     checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=1)] = Field(
         "best",
-        description="Checkpoint with the best train.best_metric, the last one, or that of a step of train.keep_steps.",
+        description="Checkpoint with the best train.best_metric, the last one, or one of train.keep_steps.",
     )
 
     @field_validator("checkpoint", mode="before")

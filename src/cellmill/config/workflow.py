@@ -169,8 +169,8 @@ class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions
     trunk: str | None = Field(
         None,
         description="Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and "
-        "curve. Its results equal those of a separate run from step 0, so all options except length and "
-        "schedule must be those of the trunk, and the learning rates up to that step must be the same, as "
+        "curve. Its results equal a separate run from step 0, so all options except length and "
+        "schedule must equal the trunk's, and the learning rates up to that step must be the same, as "
         "with schedule wsd or constant.",
     )
     trunk_step: int | None = Field(
@@ -353,7 +353,7 @@ class Workflow(Section):
     def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
         """JSON-able {section: options} that `stage` reads, for the corpus or run called `name`.
 
-        With a dataset, its own options replace those of the corpus.
+        With a dataset, its own options replace the corpus's.
         """
         owner = self.entries(stage).get(name or "", self)
         sections = {section: getattr(owner, section) for section in OPTIONS[stage].model_fields}

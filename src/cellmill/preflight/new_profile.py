@@ -137,7 +137,7 @@ def _merits(offer: Offer) -> dict[str, int]:
 
 
 def _limit(partition: Partition) -> int:
-    """Time limit; more than a day is no advantage, as a longer training takes several jobs."""
+    """Time limit; more than a day has no advantage, as a longer training takes several jobs."""
     return min(partition.limit_min or DAY_MIN, DAY_MIN)
 
 

@@ -16,7 +16,7 @@ from cellmill.config.section import Section
 
 
 class GeneVectorsConfig(Section):
-    """Pretrained gene vectors from a file, such as those of a protein or text model."""
+    """Pretrained gene vectors from a file, for example of a protein or text model."""
 
     gene_vectors: str | None = Field(
         None,
@@ -80,7 +80,7 @@ def replaced(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 WEIGHTS_FORMAT = 2
 """What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
 
-1: rows of `qkv` are all queries, then all keys, then all values. 2: those of each head are together.
+1: rows of `qkv` are all queries, then all keys, then all values. 2: rows of a head are together.
 """
 
 

@@ -72,13 +72,9 @@ class MuonConfig(OptimizerConfig):
     name: Literal["muon"] = Field("muon", description="Name of the optimizer.")
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 Optimizer = Annotated[
     SerializeAsAny[OptimizerConfig],
-    BeforeValidator(_named),
+    BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
 ]
 """Options of an optimizer from its name or a mapping."""

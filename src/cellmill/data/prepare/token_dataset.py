@@ -32,7 +32,7 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
     """Write the cells of a token dataset to `out`, an .h5ad of genes in rank order; return the line to print.
 
     `tokens` are the numbers of genes and special tokens by name, `genes` those with a median. Raises DataError when the
-    dataset is damaged, has a token that is no gene with a median, or a cell has a gene twice.
+    dataset is damaged, has a token that is not a gene with a median, or a cell has a gene twice.
     """
     arrow, files = optional_package("pyarrow", "arrow"), _data_files(folder)
     obs, left_out = _read_obs(folder, arrow, files)
@@ -83,7 +83,7 @@ def _blocks(folder: Path, arrow: Any, files: list[Path], column: np.ndarray, n_g
                 lengths = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
                 found = lists.flatten().to_numpy(zero_copy_only=False)
                 if len(lengths) != min(_ROWS, batch.num_rows - start) or found.dtype.kind not in "iu":
-                    raise DataError(f"{folder}: damaged: a cell has no tokens, or one that is no number")
+                    raise DataError(f"{folder}: damaged: a cell has no tokens, or one that is not a number")
             inside = (found >= 0) & (found < len(column))
             columns = np.where(inside, column[np.where(inside, found, 0)], _UNKNOWN)
             cell = np.repeat(np.arange(len(lengths)), lengths)

@@ -62,7 +62,7 @@ def restore_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
     """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their number.
 
     Files that are there already are kept; manifest.json is written last. Raises DataError for a file whose SHA-256 is
-    not that of the manifest.
+    not the manifest's.
     """
     files = [file for split in manifest.splits.values() for file in split.files]
     with ThreadPoolExecutor(threads) as pool:
