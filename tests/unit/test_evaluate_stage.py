@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from cellmill.config import plugin
-from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
@@ -25,56 +25,19 @@ from cellmill.evaluate.umap import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.verdict import compare
-from cellmill.stages import cells as embed
-from cellmill.stages import evaluate
-from tests.unit.exported import export_model, make_corpus
+from cellmill.stages import evaluate as stage
+from tests.unit.evaluated import evaluate, make_evaluated, with_obs
+from tests.unit.exported import export_model
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("evaluate")
-    corpus = make_corpus(folder, simulated)
-    corpus["model"] = export_model(folder / "model", corpus["vocabulary"])
-    corpus["embedding"] = _embed(corpus["model"], corpus["cells"], folder / "embeddings" / "simulated.h5ad")
-    return corpus
-
-
-def _embed(model: Path, cells: Path, out: Path) -> Path:
-    embed.embed(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=out)
-    return out
-
-
-def _evaluate(corpus: dict[str, Path], out: Path, label: str = "cell_type", **options: Any) -> dict[str, Any]:
-    tasks = {"probe": {"seeds": 1}, "reconstruct": {}}  # one seed: quicker
-    evaluate.evaluate(
-        options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks} | options}),
-        model=corpus["model"],
-        manifest=corpus["manifest"],
-        cells=[corpus["cells"]],
-        embeddings=[corpus["embedding"]],
-        labels=[label],
-        out=out,
-    )
-    metrics = json.loads(out.read_text())
-    for dataset in metrics["datasets"].values():
-        for task in dataset["tasks"].values():
-            assert task["figures"].pop("seconds") >= 0  # the only number that varies
-    return metrics
-
-
-def _changed(corpus: dict[str, Path], folder: Path, name: str = "simulated", **obs: Any) -> dict[str, Path]:
-    """The same cells under another file name or with other obs columns, and their embedding."""
-    adata = ad.read_h5ad(corpus["cells"])
-    for column, values in obs.items():
-        adata.obs[column] = values
-    cells = folder / f"{name}.h5ad"
-    adata.write_h5ad(cells)
-    return corpus | {"cells": cells, "embedding": _embed(corpus["model"], cells, folder / "embedded" / cells.name)}
+    return make_evaluated(tmp_path_factory.mktemp("evaluate"), simulated)
 
 
 def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_path: Path) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    metrics = _evaluate(corpus, tmp_path / "metrics.json")
+    metrics = evaluate(corpus, tmp_path / "metrics.json")
     dataset = metrics["datasets"]["simulated"]
     assert dataset["n_scored"] == manifest.splits["test"].n_obs
     assert dataset["in_corpus"] is True
@@ -92,7 +55,7 @@ def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_pa
 
 
 def test_the_same_files_give_the_same_numbers(corpus: dict[str, Path], tmp_path: Path) -> None:
-    both = [_evaluate(corpus, tmp_path / name / "metrics.json") for name in "ab"]
+    both = [evaluate(corpus, tmp_path / name / "metrics.json") for name in "ab"]
     assert both[0] == both[1]
     for name in ("scores.csv", "umap.tsv"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -101,7 +64,7 @@ def test_the_same_files_give_the_same_numbers(corpus: dict[str, Path], tmp_path:
 def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untrained_ones(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
-    probe = _evaluate(corpus, tmp_path / "metrics.json", seed=0)["datasets"]["simulated"]["tasks"]["probe"]
+    probe = evaluate(corpus, tmp_path / "metrics.json", seed=0)["datasets"]["simulated"]["tasks"]["probe"]
     rows = {row["name"]: row for row in probe["rows"]}
     assert rows.keys() >= {
         "embedding + logistic regression",
@@ -129,16 +92,16 @@ def test_all_cells_are_scored_when_asked_and_when_the_dataset_is_not_in_the_corp
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
-    dataset = _evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"]["simulated"]
+    dataset = evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"]["simulated"]
     assert dataset["n_scored"] == dataset["n_cells"] == 600
-    other = _changed(corpus, tmp_path, "elsewhere")
-    dataset = _evaluate(other, tmp_path / "metrics.json", cells="all", **few)["datasets"]["elsewhere"]
+    other = with_obs(corpus, tmp_path, "elsewhere")
+    dataset = evaluate(other, tmp_path / "metrics.json", cells="all", **few)["datasets"]["elsewhere"]
     assert dataset["n_scored"] == 600
     assert dataset["in_corpus"] is False
     # copies of training cells in a dataset of another name, and with other genes around theirs, are not held out
     splits = Manifest.read(corpus["manifest"]).splits
     assert dataset["n_copies"] == splits["train"].n_obs + splits["val"].n_obs
-    dataset = _evaluate(other, tmp_path / "metrics.json", **few)["datasets"]["elsewhere"]
+    dataset = evaluate(other, tmp_path / "metrics.json", **few)["datasets"]["elsewhere"]
     assert dataset["n_scored"] == splits["test"].n_obs
 
 
@@ -156,7 +119,7 @@ def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_a
     config = json.loads((corpus["model"] / "config.json").read_text())
     shutil.copytree(corpus["model"], tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"supervised_by": [column]}))
-    dataset = _evaluate(corpus | {"model": tmp_path / "model"}, tmp_path / "evaluate" / "metrics.json")
+    dataset = evaluate(corpus | {"model": tmp_path / "model"}, tmp_path / "evaluate" / "metrics.json")
     assert dataset["model"]["supervised_by"] == [column]
     tasks = dataset["datasets"]["simulated"]["tasks"]
     probe = tasks["probe"]
@@ -173,7 +136,7 @@ def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_a
 
 
 def test_a_dataset_without_label_skips_the_probe_and_nothing_else(corpus: dict[str, Path], tmp_path: Path) -> None:
-    dataset = _evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
+    dataset = evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
     assert dataset["roles"] == {}
     assert dataset["tasks"]["probe"]["skipped"] == "the dataset has no label column"
     assert dataset["tasks"]["reconstruct"]["figures"]["n_targets"] > 0
@@ -188,10 +151,10 @@ def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
     monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
     monkeypatch.setattr(Toy, "run", lambda _, context: seen.append(context) or TaskResult())
     tasks = {"toy": {}, "probe": {"seeds": 1}}
-    both = _evaluate(corpus, tmp_path / "both.json", "cell_type|batch", tasks=tasks)["datasets"]["simulated"]
+    both = evaluate(corpus, tmp_path / "both.json", "cell_type|batch", tasks=tasks)["datasets"]["simulated"]
     assert list(both["tasks"]) == ["toy", "probe", "probe of batch"]
     assert both["roles"] == {"label": "cell_type", "label 2": "batch"}
-    one = _evaluate(corpus, tmp_path / "one.json", "batch", tasks=tasks)["datasets"]["simulated"]
+    one = evaluate(corpus, tmp_path / "one.json", "batch", tasks=tasks)["datasets"]["simulated"]
     assert both["tasks"]["probe of batch"] == one["tasks"]["probe"]
     with open_counts(corpus["cells"]) as reader:
         assert (seen[0].roles["batch"] == reader.obs["batch"]).all()
@@ -203,8 +166,8 @@ def test_rare_classes_and_missing_labels_are_left_out_by_name(
 ) -> None:
     labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
     labels[:3], labels[3:10] = "rare", None
-    changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
-    metrics = _evaluate(changed, tmp_path / "metrics.json", "mine", cells="all")
+    changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels)
+    metrics = evaluate(changed, tmp_path / "metrics.json", "mine", cells="all")
     probe = metrics["datasets"]["elsewhere"]["tasks"]["probe"]["figures"]
     assert probe["dropped_classes"] == {"rare": 3}
     assert probe["n_unlabelled"] == 7
@@ -215,8 +178,8 @@ def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reas
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     labels = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
-    changed = _changed(corpus, tmp_path, "elsewhere", mine=labels)
-    dataset = _evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]
+    changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels)
+    dataset = evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]
     probe = dataset["tasks"]["probe"]
     assert probe["rows"] == []
     assert probe["skipped"] == (
@@ -228,13 +191,13 @@ def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reas
 def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, Path], tmp_path: Path) -> None:
     message = r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$"
     with pytest.raises(DataError, match=message):
-        _evaluate(corpus, tmp_path / "metrics.json", "cell_tipe")
-    changed = _changed(corpus, tmp_path, one="same", none=np.nan)
+        evaluate(corpus, tmp_path / "metrics.json", "cell_tipe")
+    changed = with_obs(corpus, tmp_path, "simulated", one="same", none=np.nan)
     remedy = "expected two classes or more for task probe: name another label column, or leave it empty$"
     with pytest.raises(DataError, match=f"obs column 'one' has one class, 'same'; {remedy}"):
-        _evaluate(changed, tmp_path / "metrics.json", "one")
+        evaluate(changed, tmp_path / "metrics.json", "one")
     with pytest.raises(DataError, match=f"obs column 'none' has no values; {remedy}"):
-        _evaluate(changed, tmp_path / "metrics.json", "none")
+        evaluate(changed, tmp_path / "metrics.json", "none")
     assert not (tmp_path / "metrics.json").exists()
 
 
@@ -242,27 +205,23 @@ def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_pa
     other = export_model(tmp_path / "other", corpus["vocabulary"], hidden=32)
     message = r"simulated\.h5ad: made by model \w{12}, expected \w{12}; run embed again$"
     with pytest.raises(DataError, match=message):
-        _evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
+        evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
 
 
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
     options = EvaluateOptions.model_validate({"evaluate": {}})
     shared = {"options": options, "model": corpus["model"], "manifest": corpus["manifest"], "out": tmp_path / "m.json"}
     with pytest.raises(ConfigError, match=r"got 1 cells files, 1 embeddings and 2 labels$"):
-        evaluate.evaluate(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
+        stage.evaluate(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
     with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
-        evaluate.evaluate(
-            cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared
-        )
+        stage.evaluate(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
 
 
 def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, simulated: Path) -> None:
-    corpus = make_corpus(tmp_path, simulated, test_frac=0)
-    corpus["model"] = export_model(tmp_path / "model", corpus["vocabulary"])
-    corpus["embedding"] = _embed(corpus["model"], corpus["cells"], tmp_path / "e.h5ad")
+    corpus = make_evaluated(tmp_path, simulated, test_frac=0)
     message = "no held-out cells: all 600 were trained or validated on; raise shard.test_frac, or set evaluate.cells to"
     with pytest.raises(DataError, match=message):
-        _evaluate(corpus, tmp_path / "metrics.json")
+        evaluate(corpus, tmp_path / "metrics.json")
 
 
 class ToyConfig(TaskConfig):
@@ -294,7 +253,7 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
 ) -> None:
     point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
     monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
-    metrics = _evaluate(corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}})
+    metrics = evaluate(corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}})
     assert metrics["options"]["tasks"] == {"toy": {"name": "toy", "scale": 2.0}}
     dataset = metrics["datasets"]["simulated"]
     assert list(dataset["tasks"]) == ["toy"]
@@ -306,7 +265,7 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
     for text in ("toy: cell score", f"theirs best {2 * dataset['n_scored'] + 1}", f"simulated: {sentence}", "width 16"):
         assert text in page, text
     with pytest.raises(DataError, match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or"):
-        _evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
+        evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
     with pytest.raises(ValidationError, match="toy: unknown key 'scalle'; did you mean 'scale'"):
         EvaluateOptions.model_validate({"evaluate": {"tasks": {"toy": {"scalle": 2}}}})
     with pytest.raises(ValidationError, match="tye: unknown task 'tye'; did you mean 'toy'"):

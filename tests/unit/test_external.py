@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -16,13 +15,10 @@ from pydantic import ValidationError
 
 from cellmill.cli import main
 from cellmill.config.evaluate import Evaluate, command_words
-from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.report.collect import read_run
 from cellmill.report.page import render, standings
-from cellmill.stages import cells as embed
-from cellmill.stages import evaluate
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.evaluated import evaluate, make_evaluated
 
 SCRIPT = """
 import sys
@@ -40,13 +36,7 @@ made.write_h5ad(sys.argv[2])
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("external")
-    corpus = make_corpus(folder, simulated)
-    corpus["model"] = export_model(folder / "model", corpus["vocabulary"])
-    corpus["embedding"] = folder / "embeddings" / "simulated.h5ad"
-    options = EmbedOptions.model_validate({"embed": {}})
-    embed.embed(options=options, model=corpus["model"], input=corpus["cells"], counts="X", out=corpus["embedding"])
-    return corpus
+    return make_evaluated(tmp_path_factory.mktemp("external"), simulated)
 
 
 def command_of(folder: Path, change: str = "") -> str:
@@ -178,19 +168,8 @@ def evaluated(corpus: dict[str, Path], tmp_path: Path) -> Callable[..., dict[str
         made = tmp_path / "made.h5ad"
         if external and not made.exists():
             assert embed_external(command, corpus["cells"], made) == 0
-        out = tmp_path / name / "evaluate" / "metrics.json"
-        evaluate.evaluate(
-            options=EvaluateOptions.model_validate({"evaluate": given}),
-            model=corpus["model"],
-            manifest=corpus["manifest"],
-            cells=[corpus["cells"]],
-            embeddings=[corpus["embedding"]],
-            labels=["cell_type"],
-            out=out,
-            external=([made] if external else []) if files is None else files,
-        )
-        metrics: dict[str, Any] = json.loads(out.read_text())
-        return metrics
+        beside = ([made] if external else []) if files is None else files
+        return evaluate(corpus, tmp_path / name / "evaluate" / "metrics.json", beside=beside, **given)
 
     return run
 

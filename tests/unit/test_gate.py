@@ -11,12 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from cellmill.config.evaluate import BaselineGate
-from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.options import EvaluateOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.scores import failures
-from cellmill.stages import cells as embed
-from cellmill.stages import evaluate
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.evaluated import evaluate, make_evaluated
 
 ROWS = [
     {"name": "embedding + kNN", "kind": "model", "accuracy_mean": 0.7, "accuracy_repetitions": [0.7], "cells": 3},
@@ -75,38 +73,17 @@ def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_opti
 
 
 def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(tmp_path: Path, simulated: Path) -> None:
-    corpus = make_corpus(tmp_path, simulated)
-    model = export_model(tmp_path / "model", corpus["vocabulary"])
-    embedding, out = tmp_path / "embedding.h5ad", tmp_path / "evaluate" / "metrics.json"
-    embed.embed(
-        options=EmbedOptions.model_validate({"embed": {}}),
-        model=model,
-        input=corpus["cells"],
-        counts="X",
-        out=embedding,
-    )
-
-    def evaluated(**gate: Any) -> None:
-        section = {"tasks": {"probe": {"seeds": 1}, "throughput": {}}, "gate": [{"task": "probe", **gate}]}
-        evaluate.evaluate(
-            options=EvaluateOptions.model_validate({"evaluate": section}),
-            model=model,
-            manifest=corpus["manifest"],
-            cells=[corpus["cells"]],
-            embeddings=[embedding],
-            labels=["cell_type"],
-            out=out,
-        )
-
+    files, out = make_evaluated(tmp_path, simulated), tmp_path / "evaluate" / "metrics.json"
+    tasks: dict[str, Any] = {"probe": {"seeds": 1}, "throughput": {}}
+    gate = {"task": "probe", "baseline": "majority"}
     with pytest.raises(DataError, match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed"):
-        evaluated(baseline="majority", margin=2)
+        evaluate(files, out, tasks=tasks, gate=[gate | {"margin": 2}])
     assert not out.exists()
     kept = json.loads((out.parent / "metrics.failed.json").read_text())
-    evaluated(baseline="majority", margin=-1)
+    evaluated = evaluate(files, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"]["simulated"]["tasks"]
     assert not (out.parent / "metrics.failed.json").exists()
-    tasks = json.loads(out.read_text())["datasets"]["simulated"]["tasks"]
-    assert tasks["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
-    [row] = tasks["throughput"]["rows"]
+    assert evaluated["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
+    [row] = evaluated["throughput"]["rows"]
     assert row["cells"] == 600
     assert row["cells per s"] == pytest.approx(600 / row["seconds"])
     assert 0.05 < row["peak memory, GB"] < 50
@@ -118,6 +95,6 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(t
         ("repetition", "0"),
     ]
     assert float(of_row[0]["value"]) == next(
-        row["accuracy_mean"] for row in tasks["probe"]["rows"] if row["name"] == "embedding + kNN"
+        row["accuracy_mean"] for row in evaluated["probe"]["rows"] if row["name"] == "embedding + kNN"
     )
     assert [line["column"] for line in lines if line["task"] == "throughput"][1] == "seconds"

@@ -16,16 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, named_supervised
 from cellmill.evaluate.tasks.changes import find_units, folds_of, genes_of, predictions, read_profiles, strata_of
 from cellmill.evaluate.tasks.perturbation import METRICS, Perturbation, change_scores, write_changes
-from cellmill.stages import cells as embed
 from cellmill.stages import evaluate as predict_changes
-from tests.unit.evaluated import make_context
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.evaluated import make_context, make_evaluated, with_obs
 
 CONFIG = PerturbationConfig(name="perturbation", held_out=["perturbation"], min_cells=4, seeds=2, top_genes=5)
 BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
@@ -211,17 +209,13 @@ def test_a_gene_is_called_as_perturbations_are(perturbed_cells: Any) -> None:
 
 
 def test_the_stage_holds_out_what_the_model_did_not_see_or_says_what_to_set(tmp_path: Path, simulated: Path) -> None:
-    corpus = make_corpus(tmp_path, simulated)
-    adata = ad.read_h5ad(corpus["cells"])
-    adata.obs["perturbation"] = [("a", "b", "c", "control")[i % 4] for i in range(adata.n_obs)]
-    adata.obs["is_control"] = adata.obs["perturbation"] == "control"
-    paths = {"cells": tmp_path / "other" / "simulated.h5ad", "embedding": tmp_path / "embedding.h5ad"}
-    paths["cells"].parent.mkdir()
-    adata.write_h5ad(paths["cells"])
-    model = export_model(tmp_path / "model", corpus["vocabulary"])
-    given = {"model": model, "manifest": corpus["manifest"]} | paths | {"out": tmp_path / "changes" / "simulated.h5ad"}
-    options = EmbedOptions.model_validate({"embed": {}})
-    embed.embed(options=options, model=model, input=paths["cells"], counts="X", out=paths["embedding"])
+    corpus = make_evaluated(tmp_path, simulated)
+    perturbation = np.array(["a", "b", "c", "control"])[np.arange(600) % 4]
+    (tmp_path / "other").mkdir()
+    changed = {"perturbation": perturbation, "is_control": perturbation == "control"}
+    files = with_obs(corpus, tmp_path / "other", "simulated", **changed)
+    given = {key: files[key] for key in ("model", "manifest", "cells", "embedding")}
+    given["out"] = tmp_path / "changes" / "simulated.h5ad"
 
     def run(**evaluate: Any) -> None:
         predict_changes.predict_changes(options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 
-from cellmill.config.options import EmbedOptions, EvaluateOptions
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
@@ -25,10 +23,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from cellmill.stages import cells as embed
-from cellmill.stages import evaluate
-from tests.unit.evaluated import make_context
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.evaluated import embed, evaluate, make_context, make_evaluated
 
 IDS = ["CL:0000084", "CL:0000236", "CL:0000576", "CL:0000540"]  # T cell, B cell, monocyte, neuron
 LINEAR = "all shared genes + logistic regression, unscaled"
@@ -39,9 +34,8 @@ class Datasets:
     """Simulated cells in two files, `one` and `two`, under evaluation by a model of random weights."""
 
     def __init__(self, folder: Path, simulated: Path) -> None:
-        self.folder, self.corpus = folder, make_corpus(folder, simulated)
-        self.model = export_model(folder / "model", self.corpus["vocabulary"])
-        cells = ad.read_h5ad(self.corpus["cells"])
+        self.files = make_evaluated(folder, simulated)
+        cells = ad.read_h5ad(self.files["cells"])
         cells.obs["type_id"] = np.array(IDS)[cells.obs["cell_type"].cat.codes]
         self.cells = {"one": cells[:200].copy(), "two": cells[200:400].copy()}
 
@@ -52,28 +46,15 @@ class Datasets:
         out.mkdir()
         two = self.cells["two"].copy()
         changed = change(two)
-        files, embedded = [], []
-        for name, adata in (("one", self.cells["one"]), ("two", changed if isinstance(changed, ad.AnnData) else two)):
-            files.append(out / f"{name}.h5ad")
-            adata.write_h5ad(files[-1])
-            embedded.append(out / "embeddings" / f"{name}.h5ad")
-            section = EmbedOptions.model_validate({"embed": {}})
-            embed.embed(options=section, model=self.model, input=files[-1], counts="X", out=embedded[-1])
+        cells = {"one": self.cells["one"], "two": changed if isinstance(changed, ad.AnnData) else two}
+        for name, adata in cells.items():
+            adata.write_h5ad(out / f"{name}.h5ad")
+        paths = [out / f"{name}.h5ad" for name in cells]
+        embeddings = [embed(self.files["model"], path, out / "embeddings" / path.name) for path in paths]
         tasks = {"transfer": {"fit_on": ["one"]} | options}
-        evaluate.evaluate(
-            options=EvaluateOptions.model_validate({"evaluate": {"tasks": tasks, "cells": "all"}}),
-            model=self.model,
-            manifest=self.corpus["manifest"],
-            cells=files,
-            embeddings=embedded,
-            labels=[label, label],
-            out=out / "metrics.json",
-        )
-        entries = json.loads((out / "metrics.json").read_text())["datasets"]
-        for entry in entries.values():
-            for task in entry["tasks"].values():
-                task["figures"].pop("seconds")
-        return {name: entry["tasks"] for name, entry in entries.items()}
+        files = {**self.files, "cells": paths, "embedding": embeddings}
+        metrics = evaluate(files, out / "metrics.json", label, tasks=tasks, cells="all")
+        return {name: entry["tasks"] for name, entry in metrics["datasets"].items()}
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,13 @@ import pandas as pd
 import pytest
 
 import cellmill
-from cellmill.config.options import EmbedOptions, EvaluateOptions, PredictOptions
+from cellmill.config.options import PredictOptions
 from cellmill.evaluate.labels import MOST_NAMES, count_labels
 from cellmill.evaluate.predict import calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from cellmill.stages import cells as embed
 from cellmill.stages import cells as predict
-from cellmill.stages import evaluate
+from tests.unit.evaluated import embed, evaluate
 from tests.unit.exported import export_model, make_corpus
 
 LABELS = ["T cell", "B cell"]
@@ -63,18 +62,9 @@ def _cells(folder: Path, corpus: dict[str, Path], kinds: list[str | None] | None
 
 
 def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
-    embedding = folder / "embedding" / "cells.h5ad"
-    embed.embed(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=embedding)
-    evaluate.evaluate(
-        options=EvaluateOptions.model_validate({"evaluate": {"tasks": {"reconstruct": {}}, "cells": "all"}}),
-        model=model,
-        manifest=corpus["manifest"],
-        cells=[cells],
-        embeddings=[embedding],
-        labels=["-"],
-        out=folder / "run" / "evaluate" / "metrics.json",
-    )
-    metrics = json.loads((folder / "run" / "evaluate" / "metrics.json").read_text())
+    embedding = embed(model, cells, folder / "embedding" / "cells.h5ad")
+    files, out = {**corpus, "model": model, "cells": cells, "embedding": embedding}, folder / "run" / "evaluate"
+    metrics = evaluate(files, out / "metrics.json", "-", tasks={"reconstruct": {}}, cells="all")
     result: dict[str, Any] = metrics["datasets"]["cells"]["tasks"]["reconstruct"]
     return result
 

@@ -173,21 +173,17 @@ STATISTICS = ("mean", "sd", "repetitions")
 
 
 def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:
-    """Write the rows of `datasets`, that of metrics.json, to `path`."""
+    """Write the rows of `datasets`, as in metrics.json, to `path`."""
     with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
-        writer.writerows(_lines(datasets))
-
-
-def _lines(datasets: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    for dataset, entry in datasets.items():
-        for task, result in entry["tasks"].items():
-            for row in result["rows"]:
-                about = dataset, task, row["name"], row.get("kind", "")
-                for key, value in row.items():
-                    if key not in ("name", "kind"):
-                        yield from ((*about, *line) for line in _values(key, value))
+        for dataset, entry in datasets.items():
+            for task, result in entry["tasks"].items():
+                for row in result["rows"]:
+                    about = dataset, task, row["name"], row.get("kind", "")
+                    for key, value in row.items():
+                        if key not in ("name", "kind"):
+                            writer.writerows((*about, *line) for line in _values(key, value))
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[Any, ...]]:

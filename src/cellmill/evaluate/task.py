@@ -346,7 +346,7 @@ class Task(Protocol):
 
 
 class TrainedCells:
-    """Training and validation cells of corpora: those of the model, and of the ones that it started from."""
+    """Training and validation cells of corpora: the model's, and of the models that it started from."""
 
     def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
         self._seen, self._contents = seen_cells(manifests, datasets), TrainedContents(manifests)
@@ -381,7 +381,7 @@ def scored_cells(reader: CountsReader, unseen: np.ndarray, options: Evaluate) ->
 
 
 def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:
-    """The exported model in the folder `model`. Raises DataError if its vocabulary is not that of the shards."""
+    """The exported model in the folder `model`. Raises DataError if the shards have another vocabulary."""
     network, vocabulary, tokens, config = load_for_inference(model)
     if vocabulary.digest != shards.vocabulary["digest"]:
         raise DataError(

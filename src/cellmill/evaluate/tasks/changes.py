@@ -1,19 +1,16 @@
 """Changes of expression under perturbations: measured, and predicted for held-out units by baselines or by the model.
 
-Task `perturbation` scores the predictions; stage `predict_changes` writes them. A unit is a perturbation with its dose,
-and with its context (such as a donor) where contexts are held out. All predictions are fitted on the training units. Of
-a tested unit only the gene, the context and the strata of its cells are read, never its expression.
+A unit is a perturbation with its dose, and with its context (such as a donor) where contexts are held out. Of a tested
+unit only the gene, the context and the strata of its cells are read, never its expression.
 
 Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured change is the mean over
-a unit's cells minus the mean over controls of the same stratum: a batch of a donor, as far as the dataset has these
-roles, so that differences between batches do not count as changes. Controls are split at random into two halves.
-Predictions start from one half, and changes are measured from the other: with a single set of controls its noise would
-be in both, and every prediction would correlate with every change.
+a unit's cells minus the mean over controls of the same stratum (a batch of a donor), so that differences between
+batches do not count. Predictions start from one random half of the controls and changes are measured from the other:
+otherwise the noise of the controls would be in both, and every prediction would correlate with every change.
 
-A model trained with objective perturbation_response applies the perturbation to each control: the change is its
-predicted profile with the response minus the one without, both as the expected log(1 + counts per 10,000) of as many
-Poisson counts as the control has. An expected logarithm is not the logarithm of an expectation: for a gene with 0.2
-counts per cell it is at most a fifth of it.
+A model with objective perturbation_response predicts a control's profile with and without the response. The change is
+the difference of the expected log(1 + counts per 10,000) of as many Poisson counts as the control has, because an
+expected logarithm is not the logarithm of an expectation.
 
 Legend: U units, G genes, F features of a unit, C controls.
 """

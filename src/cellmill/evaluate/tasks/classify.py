@@ -1,22 +1,19 @@
-"""Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out`.
+"""Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out` (docs/evaluation.md).
 
 All kinds of features get the same splits and classifiers: the embedding; the same architecture untrained; 50 principal
-components of the model's training cells; **all genes** of the cell (log(1 + counts per 10,000), library size from the
-cell alone), without which a table flatters a model. Everything fitted, including scalers and components, is fitted on
-the training cells of a split or of the model. Classes of too few cells are left out by name.
+components of the model's training cells; **all genes** of the cell (log(1 + counts per 10,000)), without which a table
+flatters a model. Everything fitted, including scalers and components, is fitted on the training cells of a split or of
+the model. Classes of too few cells are left out by name.
 
 `probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
-training cells of the fold. The number of folds is never lowered, so that runs stay comparable. The score of a
-repetition is computed over all its held-out cells together.
+training cells of the fold. The number of folds is never lowered, so that runs stay comparable.
 
 `few_shot`: each draw trains on a fixed number of cells of every class and tests on all others, at least
 `FEWEST_TESTED` of each class. Intervals are over cells and draws.
 
-`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors. One donor after
-another is left out, or, with more than `most_folds` donors, groups of them with about equal numbers of cells. A class
-that only the tested donors have counts as wrong for every method; such classes are named. Cells of one donor resemble
-each other, so a donor is one draw in the interval of a difference: it is wide for a few donors, and two donors leave a
-comparison undecided.
+`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors, in at most
+`most_folds` groups of about equal numbers of cells. A class that only the tested donors have counts as wrong for every
+method; such classes are named. A donor is one draw in the interval of a difference, which is wide for a few donors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,20 +1,18 @@
 """Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their labels.
 
-Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions: the embedding;
-the same architecture untrained; 50 principal components of the model's training cells; 50 of the scored cells
-themselves, of log-normalised genes and of genes scaled to variance 1; all genes. Components of the scored cells have
-seen the clustered cells and the embedding has not, which is an advantage of the baseline.
+Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions. Components of the
+scored cells have seen the clustered cells and the embedding has not, which is an advantage of the baseline.
 
-Clusters never see the label, but the best resolution is chosen by it, as is usual: for each kind of features by its own
-mean ARI, because NMI is not corrected for chance and grows with the number of clusters. Scores at the best resolution
-are therefore too high, for all rows alike; scores at the fixed resolution are not.
+The best resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI is
+not corrected for chance and grows with the number of clusters. Scores at the best resolution are therefore too high,
+for all rows alike; scores at the fixed resolution are not.
 
 NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the cell's weight, times
 the number of cells (infinitesimal jackknife, Efron 1981); its mean is the measure itself. Intervals of differences are
 over cells, taking the clusters as given, and over seeds (`evaluate.scores`).
 
 Leiden is igraph's (extra `cluster`): modularity with a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233),
-run until nothing improves. The same graph and seed give the same clusters.
+run until nothing improves.
 """
 
 import random

@@ -2,12 +2,9 @@
 
 For each gene set a logistic regression over genes is fitted on training folds and ranks the genes of the others; its
 AUROC is the mean over folds. The genes are those of all sets plus a draw of other genes that training cells express:
-otherwise a set could be recognised just because the model never saw the other genes. Every kind of features gets the
-same genes and folds: the model's vectors (input and decoder); the same of the untrained model; loadings of the
-principal components of training cells; mean, spread and detection rate of a gene in training cells, which are quite
-informative (ribosomal genes are high, transcription factors low); random vectors.
-
-Intervals are over genes and repetitions (`evaluate.scores`); gene sets are taken as given.
+otherwise a set could be recognised just because the model never saw the other genes. All kinds of features get the same
+genes and folds; the baseline of mean, spread and detection rate in training cells is quite informative. Intervals are
+over genes and repetitions (`evaluate.scores`); gene sets are taken as given.
 """
 
 from collections.abc import Mapping

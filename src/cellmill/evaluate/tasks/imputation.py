@@ -1,17 +1,16 @@
 """Task `imputation`: prediction of genes that are hidden from the model, in cells that it was not trained on.
 
-The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. The model
-and all other methods see only the counts of the other genes, including the library size made from them
-(`evaluate.tasks.hidden_genes`). The predicted quantity is log(1 + counts per 10,000 of all the model's genes).
+The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. All methods
+see only the counts of the other genes, including the library size (`evaluate.tasks.hidden_genes`). The predicted
+quantity is log(1 + counts per 10,000 of all the model's genes).
 
-One row is the model's own prediction, where its objective has one (`own_expression`); it is not fitted to anything
-here. All other methods are fitted on training folds, which are whole donors or batches where the dataset has them: a
-ridge and the mean of the nearest cells, from the embedding, from the untrained model's embedding and from principal
-components of the visible genes of these cells; and each gene's mean, whose correlation over cells is undefined.
+The model's own prediction (`own_expression`) is not fitted to anything here. All other methods are fitted on training
+folds, which are whole donors or batches where the dataset has them: a ridge and the mean of the nearest cells, from
+both models' embeddings and from principal components of the visible genes; and each gene's mean.
 
-Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals of scores
-by gene are over genes, intervals of scores by cell are over cells, and both are over repetitions. Where donors or
-batches are left out, each is one repetition (`evaluate.scores`). The hidden genes are a single draw.
+Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals are over
+genes for scores by gene, over cells for scores by cell, and over repetitions, or the donors or batches that are left
+out (`evaluate.scores`). The hidden genes are a single draw.
 
 Legend: C cells, G genes.
 """

@@ -1,13 +1,11 @@
 """Task `integration`: mixing of batches and separation of labels, in two groups of columns that are never added up.
 
 A total would hide its parts: random vectors mix batches perfectly and would get half of it. The rows are the embedding;
-the same architecture untrained; 50 principal components of the scored cells; the same components corrected by Harmony,
-if requested (harmonypy, extra `integrate`); and random vectors, which show the value of each column for features
-without information. Columns and their sources are in `evaluate.tasks.mixing`; all neighbours come from one exact graph
-(kBET's from within a label). LISI is a mean over cells where scIB takes the median, because the median of cLISI is 1
-for nearly everything. PCR is 1 minus the share of variance between batches, relative to that share for the principal
-components of the scored cells: 0 for the components themselves, 1 for no variance between batches, and negative for
-more variance between batches than theirs.
+the same architecture untrained; 50 principal components of the scored cells, and corrected by Harmony if requested
+(harmonypy, extra `integrate`); and random vectors. Columns and their sources are in `evaluate.tasks.mixing`; all
+neighbours come from one exact graph (kBET's from within a label). LISI is a mean over cells where scIB takes the
+median, because the median of cLISI is 1 for nearly everything. PCR is 1 minus the share of variance between batches,
+relative to that share for the principal components: negative for more variance between batches than theirs.
 """
 
 from typing import Any

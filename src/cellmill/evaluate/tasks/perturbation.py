@@ -1,24 +1,18 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen donors and contexts.
 
 Changes are defined in `evaluate.tasks.changes`. Whole perturbations are held out, and whole values of the other roles:
-for example all cells of a donor, with all perturbations in them; its controls remain, as predictions start from them.
+for example all cells of a donor but its controls, from which predictions start. If the model saw cells of some
+perturbations, those it never saw are tested, once. If it saw no perturbed cells of the dataset, perturbations are
+tested in folds, repeated with other folds (`seeds`). Nothing is fitted on cells of a tested perturbation.
 
-The model's training data decide the folds. If the model saw cells of some perturbations, those it never saw are tested,
-once; with a corpus split by `shard.split_by: perturbation` that keeps the controls for training, these are the test
-split. If it saw no perturbed cells of the dataset, perturbations are tested in folds, repeated with other folds
-(`seeds`). All predictions are fitted on the other perturbations, never on cells of a tested one.
+Rows: `no change`; `mean` of all other changes; `linear` (a ridge) and `nearest` (the change of the perturbation with
+the most similar gene), from features of the perturbed gene, or the mean where the model does not know it; a model with
+objective perturbation_response as it is. For new contexts the baseline is the same perturbation in other contexts: its
+mean, a ridge, and its change in the context with the most similar controls. `split halves` is a ceiling: one half of a
+perturbation's cells predicts the change of the other half, which is noisier than what the other rows are compared with.
 
-The rows are `no change`; `mean`, the mean of all other changes; and two predictions from features of the perturbed gene
-(loadings of principal components of the model's training cells, embeddings of the model and of the untrained model):
-`linear`, a ridge, and `nearest`, the change of the perturbation with the most similar gene. A perturbation whose gene
-the model does not know gets the mean in all of them. A model trained with objective perturbation_response has a row of
-its own. For new contexts the baseline is the same perturbation in other contexts: its mean, a ridge between this mean
-and the mean of all, and its change in the context with the most similar controls. `split halves` is a ceiling rather
-than a prediction: one half of a perturbation's cells predicts the change of the other half, which is noisier than the
-change that the other rows are compared with.
-
-A unit's own perturbed genes are left out of its scores, as their change says nothing about a response. Intervals are
-over perturbations and repetitions (`evaluate.scores`); the contexts of one perturbation are one draw.
+A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions
+(`evaluate.scores`); the contexts of one perturbation are one draw.
 
 Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
 

@@ -1,20 +1,14 @@
-"""Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another.
+"""Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another (docs/evaluation.md).
 
-They are fitted on the labelled cells of `fit_on`, even if the model was trained on these, and tested on the scored
-cells of each other dataset. Features are the embedding, the same architecture untrained, and baselines of the genes
-that all these datasets have, matched by the names of the model's genes where it knows them: all shared genes, principal
-components of the fitted cells (of log counts and of scaled ones), and of the model's training cells. Scales, components
-and classifiers are fitted without the tested cells. A tested cell with the same counts as a fitted cell in all shared
-genes is left out and counted.
+They are fitted on all labelled cells of `fit_on`, and tested on the scored cells of each other dataset. Baselines use
+the genes that all these datasets have, matched by the names of the model's genes where it knows them. Scales,
+components and classifiers are fitted without the tested cells. Tested cells with the same counts as a fitted cell in
+all shared genes are left out and counted.
 
-Accuracy and F1 cover cells whose label is among the fitted ones; cells of other labels, which no classifier can get
-right, are counted by name. Where labels are ids of the Cell Ontology, a predicted id is also compared with the true one
-(`cellmill.data.genes.tables`). Nearness, the superclasses common to both divided by those of either, is 1 for the same
-id and falls with distance; steps are the is_a edges between them, lower is better. Cells of other labels have these
-scores too (`nearness, new labels`).
-
-Columns of fewer than 10 tested cells have no verdict. Intervals of differences are over the tested cells
-(`evaluate.scores`); they do not cover other fitted cells, donors or platforms.
+Accuracy and F1 cover cells whose label is among the fitted ones; other labels are counted by name. Where labels are ids
+of the Cell Ontology, nearness and steps (`cellmill.data.genes.tables`) compare a predicted id with the true one, for
+cells of other labels too (`nearness, new labels`). Columns of fewer than 10 tested cells have no verdict. Intervals are
+over the tested cells; they do not cover other fitted cells, donors or platforms.
 """
 
 from collections.abc import Callable
