@@ -6,12 +6,14 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 
 from cellmill.cli import main
 from cellmill.config.corpus import Shard
-from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.writer import write_shards
 
@@ -53,37 +55,16 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> No
 
 
 def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> None:
-    residues = "ACDEFGHIKLMNPQRSTVWY"
-    rng = np.random.default_rng(0)
-    records = [f">p{i}\n{''.join(rng.choice(list(residues), 40))}\n" for i in range(90)]
-    (tmp_path / "p.fasta").write_text("".join(records))
-    run = ["--config", str(tmp_path / "c.yaml"), "--corpus", "p"]
-    (tmp_path / "t.tsv").write_text(f"dataset\tpath\np\t{tmp_path}/p.fasta\n")
-    (tmp_path / "c.yaml").write_text(
-        f"corpora: {{p: {{table: {tmp_path}/t.tsv}}}}\nruns: {{r: {{corpus: p, train: {{steps: 1}}}}}}\n"
-    )
-    cells, genes, shards = tmp_path / "cells" / "p.h5ad", tmp_path / "v.tsv", tmp_path / "shards"
-    for command in (
-        [
-            "preprocess",
-            "--input",
-            f"{tmp_path}/p.fasta",
-            "--dataset",
-            "p",
-            "--out",
-            f"{cells}",
-            "--report",
-            f"{cells}.json",
-        ],
-        ["vocabulary", "--cells", f"{cells}", "--out", f"{genes}"],
-        ["shard", "--cells", f"{cells}", "--vocabulary", f"{genes}", "--out", f"{shards}/manifest.json"],
-    ):
-        assert main([command[0], *run, *command[1:]]) == 0
-    with open_counts(cells) as reader:
-        assert reader.ordered
-    assert archived(shards / "manifest.json", tmp_path / "archive") == 0
+    ids, cells = genes_named(20), tmp_path / "cells" / "p.h5ad"
+    residues = np.random.default_rng(0).integers(0, 20, 90 * 40)
+    rows = sp.csr_matrix((np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20))
+    obs = pd.DataFrame(index=[f"p{i}" for i in range(90)])
+    write_cells(cells, obs, pd.DataFrame(index=ids), [rows], rows.nnz, np.dtype("<u2"), ordered=True)
+    manifest = write_shards([cells], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")
+    assert manifest.ordered
+    assert archived(manifest.path, tmp_path / "archive") == 0
     assert restored(tmp_path / "archive", tmp_path / "back") == 0
-    assert files_of(tmp_path / "back") == files_of(shards)
+    assert files_of(tmp_path / "back") == files_of(manifest.path.parent)
 
 
 def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(

@@ -127,18 +127,13 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
     np.testing.assert_allclose(shard.X.sum(axis=0), dense.sum(axis=0, keepdims=True))
 
 
-def test_operations_that_sort_rows_in_place_work_on_a_shard(corpus: Manifest) -> None:
+@pytest.mark.parametrize("operation", ["max", "sort_indices", "sum_duplicates"])
+def test_operations_that_sort_rows_in_place_work_on_a_shard(corpus: Manifest, operation: str) -> None:
     # scipy's csr_sort_indices refuses an int64 indptr beside int32 indices, and rank order is not sorted
-    for change in (
-        lambda x: x.max(),
-        lambda x: x.sort_indices(),
-        lambda x: x.sum_duplicates(),
-        lambda x: x.max(axis=0),
-    ):
-        shard = ad.read_h5ad(shard_files(corpus)[0])
-        dense = shard.X.toarray()
-        change(shard.X)
-        np.testing.assert_array_equal(shard.X.toarray(), dense)
+    shard = ad.read_h5ad(shard_files(corpus)[0])
+    dense = shard.X.toarray()
+    getattr(shard.X, operation)()
+    np.testing.assert_array_equal(shard.X.toarray(), dense)
 
 
 def test_a_shard_is_contiguous_aligned_and_little_endian(tmp_path: Path) -> None:

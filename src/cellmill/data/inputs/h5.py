@@ -167,7 +167,7 @@ def write_cells(
     `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
     rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
     values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
-    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`CompressedRows`).
+    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`Chunks` of the reader).
     `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
     `path` when the disk is full; `path` is then left as it was.
     """

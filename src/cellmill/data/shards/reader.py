@@ -121,12 +121,10 @@ class OpenFiles:
         # without the lock: it may take long on a shared file system; a FIFO would wait without end
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with self._lock:
-            other = self._open.get(path)
-            if other is not None:  # of a thread that was quicker
+            file = self._open.setdefault(path, _Open(descriptor))
+            file.users += 1
+            if file.descriptor != descriptor:  # another thread was quicker
                 os.close(descriptor)
-                other.users += 1
-                return other
-            file = self._open[path] = _Open(descriptor, users=1)
             idle = [name for name, known in self._open.items() if not known.users]
             for name in idle[: max(len(self._open) - self._most, 0)]:
                 self._drop(name)
@@ -268,11 +266,9 @@ class RowFile:
     @cached_property
     def indptr(self) -> np.ndarray:
         """First nonzero of each row, and the end. Raises DataError unless they are of `nnz` nonzeros."""
-        p = self.starts
-        if p[0] or p[-1] != self.nnz or (p[1:] < p[:-1]).any():
-            raise DataError(
-                f"{self.path}: damaged: its offsets of rows are not of {self.nnz:,} nonzeros; {self.remedy}"
-            )
+        p, n = self.starts, self.nnz
+        if p[0] or p[-1] != n or (p[1:] < p[:-1]).any():
+            raise DataError(f"{self.path}: damaged: its offsets of rows are not of {n:,} nonzeros; {self.remedy}")
         return p
 
     def close(self) -> None:
@@ -343,18 +339,12 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     shards, files = manifest.entry(split).shards, OpenFiles(copies=copies)
     indptr = open_index(manifest, split, "offsets")
     starts = np.cumsum([0, *(shard.n_obs + 1 for shard in shards)]).tolist()
-    return [
-        RowFile(
-            manifest.shard_path(shard),
-            shard.nnz,
-            manifest.n_genes,
-            Contiguous(shard.genes_at, np.dtype("<i4")),
-            Contiguous(shard.counts_at, np.dtype(shard.dtype)),
-            files,
-            indptr[first:stop],
-        )
-        for shard, (first, stop) in zip(shards, pairwise(starts))
-    ]
+    opened = []
+    for shard, (first, stop) in zip(shards, pairwise(starts)):
+        genes, counts = Contiguous(shard.genes_at, np.dtype("<i4")), Contiguous(shard.counts_at, np.dtype(shard.dtype))
+        path = manifest.shard_path(shard)
+        opened.append(RowFile(path, shard.nnz, manifest.n_genes, genes, counts, files, indptr[first:stop]))
+    return opened
 
 
 def open_cells(path: Path, files: OpenFiles) -> RowFile:
@@ -374,14 +364,14 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
             too_large = indptr.nbytes > path.stat().st_size
             if indptr.shape != (n_obs + 1,) or indptr.dtype.kind not in "iu" or too_large:
                 raise ValueError(f"X/indptr is not of {n_obs:,} cells")
-            stored = _stored(genes), _stored(counts)
-            return RowFile(path, len(genes), n_vars, *stored, files, np.asarray(indptr[:], np.int64), _PREPROCESS)
+            stored = [
+                Chunks.of(array) if array.compression == "gzip" and array.shuffle else Contiguous.of(array)
+                for array in (genes, counts)
+            ]
+            starts = np.asarray(indptr[:], np.int64)
+            return RowFile(path, len(genes), n_vars, stored[0], stored[1], files, starts, _PREPROCESS)
     except _UNREADABLE as error:
         raise DataError(f"{path}: not cells of preprocess: {one_line(error)}; {_PREPROCESS}") from None
-
-
-def _stored(dataset: h5py.Dataset) -> Contiguous | Chunks:
-    return Chunks.of(dataset) if dataset.compression == "gzip" and dataset.shuffle else Contiguous.of(dataset)
 
 
 def read_gene_ids(path: Path) -> list[str]:
