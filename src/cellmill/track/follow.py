@@ -49,7 +49,7 @@ class Sent:
     kinds: list[str] = field(default_factory=list)
     """Kinds of lines sent for that step, see `kind_of`."""
     checkpoint: int = 0
-    """Step of the newest checkpoint that an observer was told of."""
+    """Step of the newest checkpoint that an observer was given."""
     artifacts: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file that was sent, by name."""
 
@@ -104,15 +104,11 @@ class CurveTail:
             text = file.read()
         complete = text[: text.rfind(b"\n") + 1]
         self._position += len(complete)
-        return [line for part in complete.splitlines() if (line := _parsed(part)) is not None]
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):  # damaged
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+        lines = []
+        for part in complete.splitlines():
+            with suppress(ValueError, RecursionError):  # damaged
+                lines.append(json.loads(part))
+        return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -185,7 +181,7 @@ class Follower:
         return self.folder
 
     def send(self) -> None:
-        """Send new lines, and tell an observer of new checkpoints. The tracker starts with the first."""
+        """Send new lines, and new checkpoints to an observer. The tracker starts with the first."""
         lines = [line for line in self._tail.read() if self._sent.is_new(line)]
         for first in range(0, len(lines), LINES):
             tracker = self._started()
@@ -207,27 +203,22 @@ class Follower:
                 self._sent.write(self._record)
 
     def _finish(self, status: str) -> None:
-        changed = self._changed_artifacts() if self._sent.step else {}
-        if changed:
-            self._started()
-        if self._tracker is None:
+        run = self._train.parent
+        paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
+        hashes = {name: sha256_file(path) for name, path in paths.items() if path.is_file()} if self._sent.step else {}
+        changed = {name: digest for name, digest in hashes.items() if self._sent.artifacts.get(name) != digest}
+        if not changed and self._tracker is None:
             return  # no step was trained, or all was sent before
+        tracker = self._started()
         try:
-            if isinstance(self._tracker, ArtifactTracker):
-                for name, (path, digest) in changed.items():
-                    self._tracker.artifact(name, path)
+            if isinstance(tracker, ArtifactTracker):
+                for name, digest in changed.items():
+                    tracker.artifact(name, paths[name])
                     self._sent.artifacts[name] = digest
                     self.n_artifacts += 1
         finally:  # a refused file must not leave the run as running
-            self._tracker.finish(status)
+            tracker.finish(status)
             self._sent.write(self._record)
-
-    def _changed_artifacts(self) -> dict[str, tuple[Path, str]]:
-        """Files that exist and are not as they were sent: paths and SHA-256 by name."""
-        run = self._train.parent
-        paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
-        files = {name: (path, sha256_file(path)) for name, path in paths.items() if path.is_file()}
-        return {name: file for name, file in files.items() if self._sent.artifacts.get(name) != file[1]}
 
     def _started(self) -> Tracker | ObserverTracker:
         if self._tracker is None:
@@ -235,14 +226,11 @@ class Follower:
             is_observer = isinstance(self._options, ObserverConfig)
             self._tracker = ObserverTracker(made, TrainFolder(self._train)) if is_observer else made
             self._sent.write(self._record)  # the id, before anything has it
-            self._tracker.start(self._config(), self._sent.step)
+            record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
+            config = record | {key: state[key] for key in ("steps", "world_size")}
+            config |= {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
+            self._tracker.start(config, self._sent.step)
         return self._tracker
-
-    def _config(self) -> dict[str, Any]:
-        """`config` of `Tracker.start`."""
-        record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
-        own = {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
-        return record | {key: state[key] for key in ("steps", "world_size")} | own
 
 
 def numbers(scalars: dict[str, Any]) -> dict[str, int | float]:
@@ -294,8 +282,8 @@ def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[
 class _Child:
     options: Plugin
     pid: int
-    asked: int
-    """Pipe on which the child reads the status."""
+    status: int
+    """Pipe on which the child reads how the training ended."""
 
 
 def supervise(train: Path, finish_s: float) -> None:
@@ -307,11 +295,11 @@ def supervise(train: Path, finish_s: float) -> None:
     if not children:
         return
     status = os.read(0, 100)
-    if not status:  # the launcher is gone; the next one goes on
+    if not status:  # the launcher is gone; the next one continues
         return
     for child in children:
         with suppress(BrokenPipeError):
-            os.write(child.asked, status)
+            os.write(child.status, status)
     deadline = time.monotonic() + finish_s
     while children and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -333,16 +321,15 @@ def warn(train: Path, options: Plugin, problem: str) -> None:
 def _fork(train: Path, options: Plugin) -> _Child:
     """Fork the follower of a tracker or observer; this process has one thread, so a fork is safe."""
     reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         os.close(writes)
         _follow(train, options, reads)
     os.close(reads)
     return _Child(options, pid, writes)
 
 
-def _follow(train: Path, options: Plugin, asked: int) -> NoReturn:
-    """Follow in a child process, and end it."""
+def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
+    """Follow in a child process until its pipe `status` has one, and end the process."""
     die_with_parent(signal.SIGKILL)
     code, log = FINISHED, os.open(os.devnull, os.O_RDWR)
     os.dup2(log, 0)  # a library that asks for a key would read the status, which is the supervisor's
@@ -352,19 +339,16 @@ def _follow(train: Path, options: Plugin, asked: int) -> NoReturn:
         log = os.open(follower.made_folder() / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        follower.follow(lambda: os.read(asked, 100).decode() if _readable(asked, POLL_S) else "")
+        follower.follow(lambda: os.read(status, 100).decode() if _readable(status, POLL_S) else "")
     except BaseException as error:  # also SystemExit of a library
         code = WARNED
         os.write(log, without_secrets(traceback.format_exc()).encode())
-        warn(train, options, f"failed and is dropped: {_told(options, error)}")
+        message = in_one_line(error)
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            message = f"{error.__cause__}; pip install 'cellmill[{getattr(options, options.key)}]'"
+        warn(train, options, f"failed and is dropped: {message}")
     finally:
         os._exit(code)  # threads and exit handlers of a library may hang
-
-
-def _told(options: Plugin, error: BaseException) -> str:
-    if isinstance(error.__cause__, ModuleNotFoundError):
-        return f"{error.__cause__}; pip install 'cellmill[{getattr(options, options.key)}]'"
-    return in_one_line(error)
 
 
 def _readable(descriptor: int, timeout_s: float) -> bool:

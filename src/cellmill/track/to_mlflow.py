@@ -2,9 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,9 @@ class MlflowTracker:
     def __init__(self, options: MlflowConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._client, self._experiment = MlflowClient(tracking_uri=options.uri), options.experiment
-        self._files = _folder_of_files(options.uri)
+        self._files = None  # MLflow's own choice
+        if options.uri is not None and options.uri.startswith(SQLITE):  # beside the file, not in the working directory
+            self._files = str(Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         name = self._experiment_id()
@@ -55,26 +55,12 @@ class MlflowTracker:
         return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
 
     def _new(self, experiment: str, config: dict[str, Any]) -> Run:
-        of_run = digests(config)
-        tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | of_run
-        if "commit" in of_run:
-            tags["mlflow.source.git.commit"] = of_run["commit"]
+        tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | digests(config)
+        if "commit" in tags:
+            tags["mlflow.source.git.commit"] = tags["commit"]
         run = self._client.create_run(experiment, run_name=config["run"], tags=tags)
         values = {"steps": config["steps"], "world_size": config["world_size"]} | flat(config["options"])
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
-        for batch in _batches(params):  # of the first start: MLflow lets none change
-            self._client.log_batch(run.info.run_id, params=batch)
+        for first in range(0, len(params), BATCH):  # of the first start: MLflow lets none change
+            self._client.log_batch(run.info.run_id, params=params[first : first + BATCH])
         return run
-
-
-def _folder_of_files(uri: str | None) -> str | None:
-    """Folder beside an SQLite file; None leaves it to MLflow, which would take the working directory."""
-    if uri is None or not uri.startswith(SQLITE):
-        return None
-    return str(Path(uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
-
-
-def _batches(params: Iterable[Param]) -> Iterator[list[Param]]:
-    left = iter(params)
-    while batch := list(islice(left, BATCH)):
-        yield batch
