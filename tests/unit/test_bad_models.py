@@ -75,12 +75,15 @@ def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, 
         ({"model": {"family": []}}, "family"),
         ({"weights_sha256": 5}, "weights_sha256: input should be a valid string, got 5"),
         ({"format": [2]}, r"expected a model of format 2, got \[2\]"),
+        ({"format": 1}, "expected a model of format 2, got 1; export the model again"),
+        ({"model": {"hiden": 3}}, r"model: unknown key 'hiden'; did you mean 'hidden'\?"),
+        *(({key: None}, f"{key}: is missing") for key in ("vocabulary_digest", "family", "model", "tokens")),
         ({"objective": {"name": "none"}}, "none"),
     ],
 )
 def test_other_values_in_config_json_are_named(model: Path, change: dict[str, Any], message: str) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | change))
+    config = json.loads((model / "config.json").read_text()) | change
+    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         load_model(model)
 

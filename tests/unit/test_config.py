@@ -15,7 +15,6 @@ import yaml
 from pydantic import Field, SerializeAsAny, field_validator
 
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config, plugin
-from cellmill.config.datasets import read_datasets
 from cellmill.config.load import top_level
 from cellmill.config.options import TrainOptions
 from cellmill.config.plugin import BUILT_IN, Plugin, by_name
@@ -65,11 +64,14 @@ def config(table: Path) -> Config:
     return Config(table)
 
 
-def test_a_run_has_every_section_with_its_defaults(config: Config) -> None:
+def test_a_run_has_every_section_with_its_defaults_and_cannot_be_changed(config: Config) -> None:
     run = config().runs["demo"]
     assert (run.train.epochs, run.train.steps, run.train.lr) == (2, None, 1e-3)
     assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == ("continuous", "encoder", "fsdp")
     assert run.model.model_dump() == run.model.model_dump(mode="json")
+    assert config(model=None, report=None).runs["demo"].model == run.model
+    with pytest.raises(ValueError, match="frozen"):
+        run.train.lr = 1.0  # type: ignore[misc]
 
 
 def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> None:
@@ -80,6 +82,8 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     plain, deep = pipeline.runs["demo"], pipeline.runs["deep"]
     assert deep.model.model_dump() == plain.model.model_dump() | {"layers": 9}
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
+    train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
+    assert (train.steps, train.epochs) == (7, None), "a length replaces the default length"
 
 
 def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
@@ -87,25 +91,12 @@ def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have
     same = {"tokens": {"tokenizer": "binned", "max_tokens": 99}}
     tree = {"runs": {name: {"corpus": "pbmc"} | run for name, run in (("plain", {}), ("rank", rank), ("same", same))}}
     runs = config(tokens={"tokenizer": "binned", "bins": 10, "max_tokens": 100}, **tree).runs
-    assert runs["plain"].tokens.model_dump(include={"tokenizer", "max_tokens", "bins"}) == {
-        "tokenizer": "binned",
-        "max_tokens": 100,
-        "bins": 10,
+    keys = {"tokenizer", "max_tokens", "bins"}
+    assert {name: runs[name].tokens.model_dump(include=keys) for name in ("plain", "rank", "same")} == {
+        "plain": {"tokenizer": "binned", "max_tokens": 100, "bins": 10},
+        "rank": {"tokenizer": "rank", "max_tokens": 100},
+        "same": {"tokenizer": "binned", "max_tokens": 99, "bins": 10},
     }
-    assert runs["rank"].tokens.model_dump(include={"tokenizer", "max_tokens", "bins"}) == {
-        "tokenizer": "rank",
-        "max_tokens": 100,
-    }
-    assert runs["same"].tokens.model_dump(include={"tokenizer", "max_tokens", "bins"}) == {
-        "tokenizer": "binned",
-        "max_tokens": 99,
-        "bins": 10,
-    }
-
-
-def test_a_length_of_the_run_replaces_the_default_length(config: Config) -> None:
-    train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
-    assert (train.steps, train.epochs) == (7, None)
 
 
 def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config, table: Path) -> None:
@@ -122,10 +113,6 @@ def test_a_number_that_yaml_loads_as_text_is_a_number(config: Config, text: str,
     assert config(train={"lr": text}).runs["demo"].train.lr == value
 
 
-def test_an_empty_section_has_its_defaults(config: Config) -> None:
-    assert config(model=None, report=None).runs["demo"].model == config().runs["demo"].model
-
-
 @pytest.mark.parametrize("stage", OPTIONS)
 def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config: Config, stage: str) -> None:
     pipeline = config()
@@ -136,13 +123,11 @@ def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config
     assert options.model_dump(mode="json") == sections
 
 
-def test_a_run_is_evaluated_on_its_corpus_or_on_the_datasets_it_names(config: Config) -> None:
-    assert config().evaluated_on("demo") == ["sim", "other"]
+def test_a_corpus_and_an_evaluation_have_the_datasets_they_name_in_the_order_of_the_table(
+    config: Config, table: Path
+) -> None:
+    assert config().trained_on("pbmc") == config().evaluated_on("demo") == ["sim", "other"]
     assert config(evaluate={"datasets": ["other"]}).evaluated_on("demo") == ["other"]
-
-
-def test_a_corpus_has_the_datasets_it_names_in_the_order_of_the_table(config: Config, table: Path) -> None:
-    assert config().trained_on("pbmc") == ["sim", "other"]
     named = {"pbmc": {"table": str(table), "datasets": ["other", "sim"]}}
     assert config(corpora=named).trained_on("pbmc") == ["sim", "other"]
     one = config(corpora={"pbmc": {"table": str(table), "datasets": ["other"]}})
@@ -279,6 +264,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"runs": {"demo.h5ad": {"corpus": "pbmc"}}},
         "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
     ),
+    "a transfer to a dataset that is not evaluated": (
+        {"evaluate": {"datasets": ["sim"], "tasks": {"transfer": {"fit_on": ["sim"], "test_on": ["nope"]}}}},
+        "runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated, only sim; name one of them, or add it to "
+        "evaluate.datasets",
+    ),
     "no runs": ({"runs": None}, "runs: expected a mapping with at least one name, got None"),
     "a run that is a word": ({"runs": {"demo": "pbmc"}}, "runs.demo: expected a mapping, got 'pbmc'"),
 }
@@ -350,14 +340,6 @@ def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
         check_config(tree)
 
 
-def test_a_transfer_names_evaluated_datasets(config: Config) -> None:
-    tasks = {"transfer": {"fit_on": ["sim"], "test_on": ["nope"]}}
-    assert config.refused(evaluate={"datasets": ["sim"], "tasks": tasks}) == (
-        "config/config.yaml: runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated, only sim; name one of "
-        "them, or add it to evaluate.datasets"
-    )
-
-
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError) as missing:
@@ -368,52 +350,6 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
         load_config(path)
     assert str(broken.value).startswith(f"{path}: not valid YAML: ")
     assert "\n" not in str(broken.value)
-
-
-TABLES: dict[str, tuple[str, str]] = {
-    "empty": ("", ": no datasets; add a row per .h5ad file"),
-    "header alone": ("dataset\tpath\n", ": no datasets; add a row per .h5ad file"),
-    "unknown column": (
-        "dataset\tpth\na\tb\n",
-        ": unknown column 'pth'; did you mean 'path'?",
-    ),
-    "no path": ("dataset\tpath\na\t\n", ", line 2: path: is missing"),
-    "too many cells": ("dataset\tpath\na\tb\tc\n", ", line 2: more fields than columns in the header"),
-    "not text": ("dataset\tpath\n\udcff\tb\n", ": not UTF-8 text; save it as tab-separated UTF-8"),
-    "twice": ("dataset\tpath\na\tb\na\tc\n", ", line 3: dataset 'a' is a duplicate; rename it"),
-    "a name that is a path": (
-        "dataset\tpath\na/b\tc\n",
-        ", line 2: dataset: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_a_wrong_table_is_named_with_its_line(tmp_path: Path, case: str) -> None:
-    text, message = TABLES[case]
-    path = tmp_path / "table.tsv"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError) as caught:
-        read_datasets(path)
-    assert str(caught.value) == f"{path}{message}"
-
-
-def test_a_missing_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_datasets(tmp_path / "none.tsv")
-    assert str(caught.value) == (f"{tmp_path}/none.tsv: No such file or directory; expected the table of datasets")
-
-
-def test_empty_cells_of_the_table_are_the_defaults(table: Path) -> None:
-    datasets = read_datasets(table)
-    assert datasets["sim"].label == "cell_type"
-    assert (datasets["other"].label, datasets["other"].counts) == (None, "X")
-
-
-def test_a_checked_configuration_cannot_be_changed(config: Config) -> None:
-    train = config().runs["demo"].train
-    with pytest.raises(ValueError, match="frozen"):
-        train.lr = 1.0  # type: ignore[misc]
 
 
 class Fruit(Plugin):

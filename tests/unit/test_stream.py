@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import numpy as np
 import pytest
+import torch
 from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
+from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.random_words import permutation
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.batch import Batch, recycled_empty
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import Epoch, EpochLayout
 from cellmill.errors import ConfigError, DataError
+from cellmill.planner.work import Cells, detected_genes, measure_work
 
 CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
 OPTIONS = StreamOptions(lanes=8, block_cells=4, window_blocks=3, io_threads=2)
@@ -38,7 +42,8 @@ def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any)
     tokens = changes.pop("tokens", ContinuousTokens(max_tokens=12))
     options = OPTIONS.model_copy(update=changes.pop("options", {}))
     arguments = {"global_batch": 32, "token_budget": 60, "seed": 0} | changes
-    return CellStream(manifest.path, "train", tokens, options, rank=rank, world=world, **arguments)
+    split = arguments.pop("split", "train")
+    return CellStream(manifest.path, split, tokens, options, rank=rank, world=world, **arguments)
 
 
 def take(stream: CellStream, steps: int) -> list[list[Batch]]:
@@ -63,25 +68,24 @@ def same(one: list[list[Batch]], other: list[list[Batch]]) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_every_cell_is_seen_once_an_epoch_across_ranks(manifest: Manifest, world: int) -> None:
-    streams = [stream_of(manifest, rank, world) for rank in range(world)]
-    steps = streams[0].steps_per_epoch
+@pytest.mark.parametrize("equal", [False, True])
+def test_every_cell_is_seen_once_an_epoch_in_the_global_batches_of_one_rank(
+    manifest: Manifest, world: int, equal: bool
+) -> None:
+    options = {"equal_steps": equal}
+    alone = stream_of(manifest, options=options)
+    steps = alone.steps_per_epoch
+    streams = [stream_of(manifest, rank, world, options=options) for rank in range(world)]
     assert {stream.steps_per_epoch for stream in streams} == {steps}
     assert steps == -(-67 // 4)  # the longest lane has 67 of 533 cells and gives 4 to a batch
-    seen = [take(stream, 3 * steps) for stream in streams]
+    expected = [sorted(cells_of(step)) for step in take(alone, 3 * steps)]
+    for step, ranks in zip(expected, zip(*(take(stream, 3 * steps) for stream in streams)), strict=True):
+        assert sorted(cell for row in ranks for cell in cells_of(row)) == step
+        assert len({len(row) for row in ranks}) == 1, "ranks differ in their number of micro-batches"
     for epoch in range(3):
-        rows = (row[epoch * steps : (epoch + 1) * steps] for row in seen)
-        assert Counter(cell for row in rows for step in row for cell in cells_of(step)) == Counter(range(CELLS))
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_global_batch_is_the_same_cells_for_every_number_of_ranks(manifest: Manifest, world: int) -> None:
-    steps = 2 * stream_of(manifest).steps_per_epoch
-    alone = take(stream_of(manifest), steps)
-    together = [take(stream_of(manifest, rank, world), steps) for rank in range(world)]
-    for k in range(steps):
-        assert sorted(cells_of(alone[k])) == sorted(cell for row in together for cell in cells_of(row[k]))
-        assert len({len(row[k]) for row in together}) == 1, "ranks differ in their number of micro-batches"
+        assert sorted(chain(*expected[epoch * steps : (epoch + 1) * steps])) == list(range(CELLS))
+    if equal:
+        assert {len(step) for step in expected} == {31, 32}
 
 
 def test_a_micro_batch_keeps_to_the_token_budget_and_is_filled(manifest: Manifest) -> None:
@@ -148,28 +152,23 @@ def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None
     manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
     assert len({shard.dtype for shard in manifest.splits["train"].shards}) == 2
     stream = stream_of(manifest, tokens=ContinuousTokens(max_tokens=50))
-    seen = Counter(cell for step in take(stream, stream.steps_per_epoch) for cell in cells_of(step))
-    assert seen == Counter(range(100))
-    values = [
-        batch.values for step in take(stream_of(manifest, tokens=ContinuousTokens(max_tokens=50)), 4) for batch in step
-    ]
+    steps = take(stream, stream.steps_per_epoch)
+    assert Counter(cell for step in steps for cell in cells_of(step)) == Counter(range(100))
     library = np.asarray(counts.sum(axis=1)).ravel()
-    assert np.concatenate(values).max() <= np.log1p(1e4) + 1e-5
     highest = np.log1p(counts.multiply(1e4 / library[:, None]).max())
-    assert np.isclose(max(v.max() for v in values), highest, rtol=1e-5)
+    assert np.isclose(max(batch.values.max() for step in steps for batch in step), highest, rtol=1e-5)
 
 
-@pytest.mark.parametrize("at", [0, 1, 5, 16, 17, 18, 34, 40])
-def test_resuming_equals_never_stopping_bit_for_bit(manifest: Manifest, at: int) -> None:
-    whole = take(stream_of(manifest), at + 20)
-    first = stream_of(manifest)
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 8, 16, 17, 18, 34, 40])
+def test_resuming_equals_never_stopping_bit_for_bit(manifest: Manifest, at: int, equal: bool) -> None:
+    whole, first, second = (stream_of(manifest, options={"equal_steps": equal}) for _ in range(3))
     before = list(islice(first, at))
     state = first.state_dict()
     first.close()
     assert (state["epoch"], state["step"]) == divmod(at, first.steps_per_epoch)
-    second = stream_of(manifest)
     second.load_state_dict(state)
-    assert same(before + take(second, 20), whole)
+    assert same(before + take(second, 20), take(whole, at + 20))
 
 
 def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
@@ -204,6 +203,7 @@ def test_state_of_other_data_or_another_order_is_refused_with_both_values(manife
         ({"options": {"lanes": 4}}, "stream.lanes is 4, but 8 in"),
         ({"options": {"block_cells": 2}}, "stream.block_cells is 2, but 4 in"),
         ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, but 3 in"),
+        ({"options": {"train_frac": 0.5}}, "stream.train_frac is 0.5, but 1.0 in"),
     ):
         with pytest.raises(ConfigError, match=message):
             stream_of(manifest, **change).load_state_dict(state)
@@ -228,17 +228,7 @@ def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: M
 
 def test_a_split_without_cells_is_named(manifest: Manifest) -> None:
     with pytest.raises(DataError, match="no cells in the val split"):
-        CellStream(
-            manifest.path,
-            "val",
-            ContinuousTokens(),
-            OPTIONS,
-            global_batch=8,
-            token_budget=4096,
-            rank=0,
-            world=1,
-            seed=0,
-        )
+        stream_of(manifest, split="val")
 
 
 def threads() -> set[threading.Thread]:
@@ -284,13 +274,6 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
         list(islice(batches, 100))
     stream.close()
     assert threads() <= before
-
-
-def test_batches_are_not_overwritten_by_later_ones(manifest: Manifest) -> None:
-    stream = stream_of(manifest)
-    kept = list(islice(stream, 60))
-    stream.close()
-    assert same(kept, take(stream_of(manifest), 60))
 
 
 def test_a_window_smaller_than_a_lanes_share_is_fine(manifest: Manifest) -> None:
@@ -359,7 +342,55 @@ def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifes
     assert seen[0] < seen[1] < seen[2]
 
 
-def test_a_fraction_of_the_cells_belongs_to_the_order(manifest: Manifest) -> None:
-    state = stream_of(manifest, options={"train_frac": 0.5}).state_dict()
-    with pytest.raises(ConfigError, match=r"stream\.train_frac is 1\.0, but 0.5 in the checkpoint"):
-        stream_of(manifest).load_state_dict(state)
+@pytest.mark.parametrize("n_cells", [1, 3, 8, 9, 63, 64, 65, 517, 533, 4096])
+@pytest.mark.parametrize(("lanes", "batch"), [(1, 1), (8, 32), (12, 36), (8, 8)])
+@pytest.mark.parametrize("equal", [True, False])
+def test_lanes_have_all_their_cells_and_no_more_than_their_part_of_a_batch(
+    n_cells: int, lanes: int, batch: int, equal: bool
+) -> None:
+    order = EpochLayout((n_cells,), lanes, 4, 3, batch, seed=0, shuffle=True, equal_steps=equal)
+    epoch, steps = Epoch(order, 0), order.steps_per_epoch
+    borders = [[int(order.lanes_before(step)[lane]) for step in range(steps + 1)] for lane in range(lanes)]
+    assert [lane[-1] for lane in borders] == epoch.lane_cells
+    taken = [[b - a for a, b in pairwise(lane)] for lane in borders]
+    assert all(0 <= n <= batch // lanes for lane in taken for n in lane)
+    sizes = [sum(of_lanes) for of_lanes in zip(*taken)]
+    assert max(sizes) == order.most_cells
+    assert sum(sizes) == n_cells == order.before(steps)
+    if equal:
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 0
+
+
+def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
+    tree = {"tokens": {"max_tokens": 12}, "model": {}, "parallel": {}, "plan": {}}
+    tree["train"] = {"global_batch": 32, "steps": 20, "token_budget": 60}
+    cells = Cells(detected_genes(manifest), manifest.n_genes)
+    for equal, seen in ((False, CELLS + 3 * 32), (True, CELLS + 3 * CELLS // 17)):
+        options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
+        work = measure_work(options, cells, layout(options.parallel, 1, 1))
+        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (17, 32, seen)
+
+
+def test_memory_of_batches_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone() -> None:
+    size = 1_000_003  # no other test asks for blocks of this size
+
+    def address(array: np.ndarray) -> int:
+        return int(array.__array_interface__["data"][0])
+
+    first = recycled_empty(size, np.float64)
+    first[:] = 1
+    memory = address(first)
+    tensor = torch.from_numpy(first[10:20].reshape(2, 5))
+    del first
+    second = recycled_empty(size, np.float64)
+    assert address(second) != memory
+    second[:] = 2
+    assert tensor.tolist() == [[1.0] * 5] * 2
+    del tensor
+    third = recycled_empty(2 * size - 5, np.int32)  # another type and size of the same block
+    assert address(third) == memory
+    assert third.shape == (2 * size - 5,)
+    assert third.dtype == np.int32
+    assert third.flags.writeable
+    assert recycled_empty(7, np.int16).base is None, "small arrays are the allocator's"

@@ -28,7 +28,8 @@ def test_empty_columns_behind_the_others_are_nothing(tmp_path: Path) -> None:
     path.write_text("dataset\tpath\tlabel\t\t\na\tb.h5ad\tx\t\t\nc\td.h5ad\t\t\t\t\n")
     assert [(row.path, row.labels) for row in read_datasets(path).values()] == [("b.h5ad", ["x"]), ("d.h5ad", [])]
     path.write_text("dataset\tpath\na\tb.h5ad\t\n")
-    assert [*read_datasets(path)] == ["a"]
+    (row,) = read_datasets(path).values()
+    assert (row.dataset, row.label, row.counts) == ("a", None, "X")
 
 
 @pytest.mark.parametrize(("text", "value"), [("010", 8), ("0x10", 16), ("1:30", 90), ("0b11", 3), ("-017", -15)])
@@ -55,6 +56,12 @@ TABLES = {
     "spaces": (f"{ROW} d \tb\n", "line 2: dataset: ' d ' has ' '; use letters, digits, '_', '.' and '-'"),
     "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' has '.' at its beginning; use letters, digits"),
     "an empty file": ("", "no datasets; add a row per .h5ad file"),
+    "a header alone": ("dataset\tpath\n", "no datasets; add a row per .h5ad file"),
+    "an unknown column": ("dataset\tpth\na\tb\n", "unknown column 'pth'; did you mean 'path'?"),
+    "no path": ("dataset\tpath\na\t\n", "line 2: path: is missing"),
+    "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
+    "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),
+    "a folder": (f"{ROW}a/b\tc\n", "line 2: dataset: 'a/b' names a folder; use letters, digits, '_', '.' and '-'"),
     "null": (f"{ROW}null\tb\n", "line 2: dataset: the name null is nothing in YAML, so no option could give it"),
     "007": (f"{ROW}007\tb\n", "line 2: dataset: the name 007 is 7 in YAML, so no option could give it"),
     "a long name": (
@@ -70,7 +77,7 @@ TABLES = {
 def test_a_wrong_table_is_one_line(tmp_path: Path, case: str) -> None:
     text, message = TABLES[case]
     path = tmp_path / "t.tsv"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError) as caught:
         read_datasets(path)
     assert str(caught.value).startswith((f"{path}, {message}", f"{path}: {message}"))
@@ -82,6 +89,8 @@ BASE = "corpora: {c: {}}\ntrain: {steps: 1}\n"
 
 
 def test_a_table_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"t\.tsv: No such file or directory; expected the table of datasets$"):
+        read_datasets(tmp_path / "t.tsv")
     os.mkfifo(tmp_path / "t.tsv")
     with limited(), pytest.raises(ConfigError, match=r"t\.tsv: expected the table of datasets, got a FIFO$"):
         read_datasets(tmp_path / "t.tsv")
