@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.tokens import SPECIAL
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.genes.tables import gene_symbols
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import DataError
@@ -75,15 +75,9 @@ def test_the_vector_is_that_of_torchs_encoder(attention: str, tmp_path: Path) ->
 def test_values_are_scgpts_bins() -> None:
     """n_bins - 1 quantiles of the cell's nonzero counts, digitized at their right edges (scGPT's side='one')."""
     counts = np.random.RandomState(0).geometric(0.05, 400)
-    options: Any = load_tokens()
+    options: Any = Tokens.model_validate({"tokenizer": "binned", "bins": 50, "max_tokens": 1199})
     _, values, _ = options.load()(options).tokenize(np.arange(400), counts, np.array([0, 400]))
     np.testing.assert_array_equal(values, np.digitize(counts, np.quantile(counts, np.linspace(0, 1, 51 - 1))))
-
-
-def load_tokens() -> Any:
-    from cellmill.config.parts.tokens import Tokens
-
-    return Tokens.model_validate({"tokenizer": "binned", "bins": 50, "max_tokens": 1199})
 
 
 def test_symbols_become_ensembl_ids_and_the_others_are_counted(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     genes = [gene for gene in map_genes(list(data.var_names), data.var, "human").gene_ids if gene]
     geneformer_folder(made / "published" / "geneformer", sorted(set(genes))[:-5], "V2", positions=96)
     scgpt_folder(made / "published" / "scgpt", list(data.var_names)[:-5])
-    _configure(made)
+    table = made / "datasets.tsv"
+    table.write_text("dataset\tpath\npbmc\tpbmc.h5ad\n")
+    (made / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"corpora": {"pbmc": {"table": str(table)}}}))
     _run(
         f"preprocess --input {made}/pbmc.h5ad --dataset pbmc --out {made}/cells/pbmc.h5ad --report {made}/qc.json "
         f"--config {made}/config.yaml --corpus pbmc"
@@ -55,14 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         _run(f"import {kind} {made}/published/{kind} --out {made}/{kind}")
     return made
-
-
-def _configure(folder: Path, **sections: Any) -> None:
-    """Write config.yaml and the table of datasets that it names."""
-    table = folder / "datasets.tsv"
-    table.write_text("dataset\tpath\npbmc\tpbmc.h5ad\n")
-    tree = CONFIG | {"corpora": {"pbmc": {"table": str(table)}}} | sections
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
 
 
 def _run(command: str) -> None:
@@ -111,20 +105,15 @@ def test_a_run_of_other_genes_starts_from_an_imported_model(kind: str, folder: P
 
 @pytest.mark.full
 def test_an_imported_model_is_trained(folder: Path, tmp_path: Path) -> None:
-    model, cells, manifest = (
-        folder / "geneformer",
-        folder / "cells" / "pbmc.h5ad",
-        tmp_path / "shards" / "manifest.json",
-    )
+    model, cells = folder / "geneformer", folder / "cells" / "pbmc.h5ad"
+    train, manifest = tmp_path / "train", tmp_path / "shards" / "manifest.json"
     exported = json.loads((model / "config.json").read_text())
-    config = CONFIG | {"model": exported["model"], "tokens": exported["tokens"], "objective": exported["objective"]}
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump(config | {"corpora": {"pbmc": {"table": str(folder / "datasets.tsv")}}})
-    )
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {section: exported[section] for section in ("model", "tokens", "objective")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     shared = f"--config {tmp_path}/config.yaml"
     genes = f"--vocabulary {model}/vocabulary.tsv"
     _run(f"shard {shared} --corpus pbmc --cells {cells} {genes} --out {manifest}")
-    train = tmp_path / "train"
     _run(f"train {shared} --run a --manifest {manifest} {genes} --init-from {model} --out {train}")
     _run(f"consolidate {shared} --run a --train {train} {genes} --out {tmp_path}/model")
     before, after = (load_model(path)[0].state_dict() for path in (model, tmp_path / "model"))

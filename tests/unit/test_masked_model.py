@@ -174,15 +174,11 @@ def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target()
         assert all(((chosen >= low) & (chosen < high)).any() for low, high in itertools.pairwise(edges))
 
 
-def test_a_share_of_mask_frac_is_hidden() -> None:
-    model, batch = _model("continuous", "masked_value", mask_frac=0.3), _tensors("continuous", lengths=(60,) * 40)
+def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> None:
+    model = _model("continuous", "masked_value", mask_frac=0.3, dropout=0.2)
+    batch, state = _tensors("continuous", lengths=(60,) * 40), torch.get_rng_state()
     shares = [model.prepare(batch, seed=0, step=step).n_targets.item() / 2400 for step in range(20)]
     assert abs(np.mean(shares) - 0.3) < 0.01
-
-
-def test_torchs_generator_is_left_alone() -> None:
-    model, batch = _model("continuous", "masked_value", dropout=0.2), _tensors("continuous")
-    state = torch.get_rng_state()
     model(model.prepare(batch, seed=0, step=0)).backward()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -259,14 +255,7 @@ def test_an_empty_batch_gives_zero_loss_and_a_zero_gradient_of_every_parameter(t
 
 
 @every_kind
-def test_every_parameter_is_trained(tokenizer: str, objective: str) -> None:
-    model = _model(tokenizer, objective)
-    model(model.prepare(_tensors(tokenizer), seed=0, step=0)).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
-@every_kind
-def test_autocast_to_bf16_stays_near_float32(tokenizer: str, objective: str) -> None:
+def test_autocast_to_bf16_stays_near_float32_and_every_parameter_is_trained(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective)
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
     exact = model(prepared)
@@ -275,7 +264,8 @@ def test_autocast_to_bf16_stays_near_float32(tokenizer: str, objective: str) -> 
     near.backward()
     assert near.dtype == torch.float32
     assert near.item() == pytest.approx(exact.item(), rel=0.05)
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 @every_kind
@@ -336,21 +326,6 @@ def test_first_weights_have_the_spread_of_gpt_2() -> None:
     assert first["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
     assert (first["blocks.1.ffn_norm.weight"] == 1).all()
     assert not first["blocks.1.up.bias"].any()
-
-
-@every_kind
-def test_a_few_steps_learn_one_batch(tokenizer: str, objective: str) -> None:
-    model = _model(tokenizer, objective)
-    prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        loss = model(prepared)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < 0.1 * losses[0]
 
 
 @every_kind

@@ -18,22 +18,21 @@ from tests.models import KEYS, initialized, spec
 N_GENES = 50
 SIZES = {"hidden": 16, "layers": 2, "heads": 2}
 CASES = [
-    ("bert", "none", "masked_gene", {}),
-    ("bert", "cls_eos", "masked_gene", {"pooling": "cls"}),
-    ("bert", "cls_eos", "cell_decoding", {"view": "drop"}),
-    ("scgpt", "cls", "masked_value", {"pooling": "cls", "activation": "gelu"}),
-    ("scgpt", "cls", "cell_decoding", {"pooling": "cls", "norm_eps": 1e-6}),
+    ("bert", {"ends": "none", "objective": "masked_gene"}),
+    ("bert", {"ends": "cls_eos", "objective": "masked_gene", "pooling": "cls"}),
+    ("bert", {"ends": "cls_eos", "objective": "cell_decoding", "view": "drop"}),
+    ("scgpt", {"ends": "cls", "objective": "masked_value", "pooling": "cls", "activation": "gelu"}),
+    ("scgpt", {"ends": "cls", "objective": "cell_decoding", "pooling": "cls", "norm_eps": 1e-6}),
 ]
-EVERY_CASE = pytest.mark.parametrize(("family", "ends", "objective", "more"), CASES, ids=str)
+EVERY_CASE = pytest.mark.parametrize(("family", "options"), CASES, ids=str)
 
 
 def _tokens(family: str) -> Tokens:
     return Tokens.model_validate({"max_tokens": 30, "tokenizer": "rank" if family == "bert" else "binned"})
 
 
-def _model(family: str, ends: str, objective: str, more: dict[str, Any]) -> Any:
-    options = SIZES | more | {"family": family, "ends": ends, "objective": objective}
-    return initialized(spec(N_GENES, _tokens(family), **options)).eval()
+def _model(family: str, **options: Any) -> Any:
+    return initialized(spec(N_GENES, _tokens(family), **(SIZES | options | {"family": family}))).eval()
 
 
 def _batch(family: str) -> Batch:
@@ -60,10 +59,8 @@ def test_ends_stand_around_each_cell_whose_tokens_stay_as_they_are(n_ends: int) 
 
 
 @EVERY_CASE
-def test_padding_changes_no_loss_and_no_gradient_and_every_parameter_has_one(
-    family: str, ends: str, objective: str, more: dict[str, Any]
-) -> None:
-    model = _model(family, ends, objective, more)
+def test_padding_changes_no_loss_and_no_gradient_and_every_parameter_has_one(family: str, options: Any) -> None:
+    model = _model(family, **options)
     view = model.view(_batch(family), **KEYS)
     losses, gradients = [], []
     for batch in (view, padded(view, len(view.genes) + 300)):
@@ -81,16 +78,17 @@ def test_padding_changes_no_loss_and_no_gradient_and_every_parameter_has_one(
 @pytest.mark.parametrize("family", ["bert", "scgpt"])
 def test_only_genes_are_masked_and_each_cell_has_a_target(family: str) -> None:
     objective = "masked_gene" if family == "bert" else "masked_value"
-    model = _model(family, "cls", objective, {"mask_frac": 0.01})
+    model = _model(family, ends="cls", objective=objective, mask_frac=0.01)
     view = model.view(_batch(family), **KEYS)
-    prepared = model.prepare(padded(view, len(view.genes) + 20), **KEYS)
-    assert (padded(view, len(view.genes) + 20).genes[prepared.targets] > 1).all()
+    longer = padded(view, len(view.genes) + 20)
+    prepared = model.prepare(longer, **KEYS)
+    assert (longer.genes[prepared.targets] > 1).all()
     assert set(prepared.cell[prepared.targets].tolist()) == {0, 1, 2, 3}
 
 
 @EVERY_CASE
-def test_a_cell_is_embedded_as_if_it_were_alone(family: str, ends: str, objective: str, more: dict[str, Any]) -> None:
-    model, batch = _model(family, ends, objective, more), _batch(family)
+def test_a_cell_is_embedded_as_if_it_were_alone(family: str, options: dict[str, Any]) -> None:
+    model, batch = _model(family, **options), _batch(family)
     with torch.inference_mode():
         together = model.embed(batch)
         for cell in range(4):
@@ -122,10 +120,7 @@ def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], p
     ids=str,
 )
 def test_each_option_changes_the_embedding(family: str, option: dict[str, Any]) -> None:
-    ends = {"bert": "none", "scgpt": "cls"}[family]
-    vectors = []
-    for more in ({}, option):
-        model = _model(family, more.get("ends", ends), "masked_gene", {k: v for k, v in more.items() if k != "ends"})
-        with torch.inference_mode():
-            vectors.append(model.embed(_batch(family)))
+    before = {"ends": "none" if family == "bert" else "cls", "objective": "masked_gene"}
+    with torch.inference_mode():
+        vectors = [_model(family, **options).embed(_batch(family)) for options in (before, before | option)]
     assert not torch.allclose(*vectors, atol=1e-4)
