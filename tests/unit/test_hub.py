@@ -152,7 +152,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     rows = [{"name": "embedding + kNN", "accuracy_mean": 0.8}, {"name": "all|genes", "accuracy_mean": 0.9}]
     entry = {"rows": rows, "sentences": ["embedding is behind all genes."]}
     entry |= {"metric": "accuracy", "verdicts": [], "figures": {}, "skipped": None, "differences": []}
-    dataset = {"n_cells": 9, "n_scored": 5, "cells": "heldout", "tasks": {"probe": entry}}
+    dataset = {"n_cells": 9, "n_scored": 5, "n_without_genes": 0, "cells": "heldout", "roles": {}}
+    dataset |= {"tasks": {"probe": entry}}
     for path, content in (("train/run.json", record), ("evaluate/metrics.json", {"datasets": {"sim": dataset}})):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(json.dumps(content))

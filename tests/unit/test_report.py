@@ -150,6 +150,7 @@ def test_missing_folders_damaged_files_and_doubled_names_are_named(tmp_path: Pat
         ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
         ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": None}}}}),
         ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}}),
+        ("evaluate/metrics.json", {"datasets": {"a": {"probe": None}}}),
         ("evaluate/metrics.json", [1]),
         ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\tc\tnan\t1\t1\n"),
         ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\n"),
@@ -163,9 +164,14 @@ def test_a_file_of_other_content_is_named_in_one_line(tmp_path: Path, file: str,
     else:
         write(folder / file, content)
     options = ReportOptions.model_validate({"report": {}})
-    with pytest.raises(DataError, match=rf"^{folder / file}\W[^\n]*again$"):
-        report.report(options=options, runs=[folder], corpora=[], out=tmp_path / "index.html")
-    assert not (tmp_path / "index.html").exists()
+    out = tmp_path / "index.html"
+    with pytest.raises(DataError, match=rf"^{folder / file}\W[^\n]*again$") as error:
+        report.report(options=options, runs=[folder], corpora=[], out=out)
+    assert not out.exists()
+    report.report(options=options, runs=[folder, make_run(tmp_path / "other")], corpora=[], out=out)
+    shown = _Page(out.read_text()).text
+    assert f"Left out: {error.value}" in shown
+    assert "other" in shown, "the run beside it"
 
 
 def test_comparisons_are_told_by_their_outcomes() -> None:
@@ -183,16 +189,6 @@ def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_a
     ]
     assert list(columns(rows)) == [Column("f", "f_mean", "f_sd"), Column("zero", "zero"), Column("only_sd", "only_sd")]
     assert Column("failed", "failed") in columns([rows[0] | {"failed": 2}, rows[1]])
-
-
-def test_metrics_of_an_earlier_form_are_refused(tmp_path: Path) -> None:
-    verdicts = {"tasks": {"probe": {"verdicts": [asdict(LOST) | {"outcome": "won"}]}}}
-    for dataset in ({"probe": None}, verdicts):
-        write(tmp_path / "run/evaluate/metrics.json", {"datasets": {"d": dataset}})
-        with pytest.raises(
-            DataError, match=r"metrics\.json: written by an earlier version of cellmill; run evaluate again$"
-        ):
-            read_run(tmp_path / "run")
 
 
 def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() -> None:

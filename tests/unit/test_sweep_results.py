@@ -27,10 +27,12 @@ def write_runs(folder: Path) -> None:
         probe = {"rows": rows, "metric": "macro_f1", "verdicts": [], "sentences": [], "figures": {}, "skipped": None}
         figures = {"cross_entropy": 10 - loss, "n_cells": 90}
         reconstruct = probe | {"rows": [], "metric": None, "figures": figures}
+        tasks = {"reconstruct": reconstruct, "probe": probe}
+        cells = {"n_cells": 90, "n_scored": 90, "n_without_genes": 0, "cells": "all", "roles": {}}
         files = {
             "plan.json": {"parameters": 7, "cells": n, "steps": 5, "cells_seen": 160},
             "train/status.json": {"best_val_loss": loss},
-            "evaluate/metrics.json": {"datasets": {"pbmc": {"tasks": {"reconstruct": reconstruct, "probe": probe}}}},
+            "evaluate/metrics.json": {"datasets": {"pbmc": cells | {"tasks": tasks}}},
         }
         for path, content in files.items():
             (folder / name / path).parent.mkdir(parents=True, exist_ok=True)

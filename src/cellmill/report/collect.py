@@ -1,21 +1,26 @@
 """Files of runs and corpora, read for the page, and the Snakemake commands that make them again.
 
-Anything that a stage has not written yet is None or empty, and the page says so; a damaged file is an error.
+Anything that a stage has not written yet is None or empty, and the page says so. Each file is checked once, when it is
+read, for what the page takes from it; a damaged file is a DataError that names it in one line.
 """
 
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from cellmill.config.plugin import in_one_line
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.umap import read_umap
 from cellmill.files import read_json
+from cellmill.runs.cost import Start
 from cellmill.runs.progress import read_lines
-from cellmill.runs.verdict import Outcome
+from cellmill.runs.verdict import Verdict
 
 OF_A_RUN = (
     "plan.json",
@@ -29,6 +34,115 @@ OF_A_RUN = (
 )
 OF_A_CORPUS = ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json")
 
+Object = dict[str, Any]
+
+
+class ProgressFile(BaseModel):
+    """plan.json, and train/status.json."""
+
+    memory: Object = {}
+    wall_s: float | None = None
+    best_val_loss: float | None = None
+
+
+class RecordFile(BaseModel):
+    """train/run.json, and config.json of an exported model."""
+
+    options: Object = {}
+    environment: Object = {}
+    supervised_by: list[str] = []
+
+
+class CostFile(BaseModel):
+    source: str
+    jobs: list[Start]
+    totals: dict[str, float | None]
+    unknown: dict[str, str]
+
+
+class CurveLine(BaseModel):
+    """A line of metrics.jsonl."""
+
+    peak_allocated_gb: list[float] = []
+    peak_resident_gb: list[float] = []
+    gpu_power_w: list[float] = []
+    cells_per_s: float = 0.0
+    data_wait_frac: float = 0.0
+    effective_rank: float | None = None
+
+
+class TaskEntry(BaseModel):
+    rows: list[Object]
+    metric: str | None
+    verdicts: list[Verdict]
+    sentences: list[str]
+    figures: Object
+    skipped: str | None
+    differences: list[Object] = []
+    confusion: Object | None = None
+
+    @field_validator("rows")
+    @classmethod
+    def _names_and_numbers(cls, rows: list[Object]) -> list[Object]:
+        for row in rows:
+            if not isinstance(row.get("name"), str):
+                raise ValueError("a row has no name")
+            for key, value in row.items():
+                if key.endswith(("_mean", "_sd")) and not isinstance(value, int | float | None):
+                    raise ValueError(f"{key} of {row['name']}: expected a number, got {type(value).__name__}")
+        return rows
+
+
+class DatasetEntry(BaseModel):
+    n_cells: int
+    n_scored: int
+    n_without_genes: int
+    cells: str
+    roles: dict[str, str]
+    tasks: dict[str, TaskEntry]
+
+
+class EvaluationFile(BaseModel):
+    model: Object = {}
+    options: Object = {}
+    datasets: dict[str, DatasetEntry]
+
+
+class Counted(BaseModel):
+    n_in: int = Field(alias="in")
+    out: int
+    dropped: dict[str, int] = {}
+
+
+class Histogram(BaseModel):
+    edges: list[float]
+    before: list[int]
+    after: list[int]
+
+
+class PreprocessFile(BaseModel):
+    """QC report of a dataset."""
+
+    dataset: str
+    source: Object
+    cells: Counted
+    genes: Counted
+    coverage: Object
+    histograms: dict[str, Histogram]
+
+
+class ManifestFile(BaseModel):
+    fingerprint: str
+    vocabulary: Object
+    splits: dict[str, Object]
+
+
+class SweepFile(BaseModel):
+    name: str
+    n_runs: int
+    axes: list[str]
+    curves: list[Object]
+
 
 def existing_files(folder: Path, patterns: Iterable[str]) -> list[str]:
     """Files of `folder` that match, in the order of the stages, relative to it."""
@@ -41,11 +155,10 @@ def remake_commands(kind: str, name: str, files: Iterable[str]) -> dict[str, str
     """
     commands = {}
     for file in files:
-        target = shlex.quote(f"results/{kind}/{name}/{file}")
+        target, folder = (shlex.quote(f"results/{kind}/{name}/{part}") for part in (file, "train"))
         commands[file] = f"snakemake --profile PROFILE --force {target}"
         if file == "train/status.json":
-            trained = shlex.quote(f"results/{kind}/{name}/train")
-            commands[file] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"
+            commands[file] = f"mv {folder} {folder}.old && snakemake --profile PROFILE {target}"
     return commands
 
 
@@ -61,7 +174,7 @@ class ReportedRun:
     lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics.json of kept checkpoints by step
-    made: list[str] = field(default_factory=list)  # files that Snakemake makes again by name
+    made: list[str] = field(default_factory=list)  # files that have a command
 
     @property
     def supervised_by(self) -> list[str]:
@@ -70,98 +183,83 @@ class ReportedRun:
         return next((of["supervised_by"] for of in written if of and "supervised_by" in of), [])
 
 
-FILES = {
-    "plan": "plan.json",
-    "status": "train/status.json",
-    "record": "train/run.json",
-    "model": "model/config.json",
-    "evaluation": "evaluate/metrics.json",
-    "cost": "train/cost.json",
-    "lines": "train/metrics.jsonl",
-    "umap": "evaluate/umap.tsv",
-}
-"""File of each field of a run."""
-
-
 @dataclass(frozen=True)
 class ReportedCorpus:
     name: str
     datasets: list[dict[str, Any]]  # QC reports, by name
     manifest: dict[str, Any] | None
     n_genes: int | None  # genes of the vocabulary
-    made: list[str] = field(default_factory=list)  # files that Snakemake makes again by name
+    made: list[str] = field(default_factory=list)  # files that have a command
 
 
 def read_run(folder: Path) -> ReportedRun:
-    """The run in `folder`. Raises DataError when the folder is absent."""
+    """The run in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
     _require(folder, "run")
     train = folder / "train"
-    umap: dict[str, list[dict[str, str]]] = {}
+    umap = defaultdict(list)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
-        umap.setdefault(row["dataset"], []).append(row)
+        umap[row["dataset"]].append(row)
+    lines = read_lines(train / "metrics.jsonl")
+    for line in lines:
+        _check(train / "metrics.jsonl", CurveLine, line)
+    model = _read(folder / "model" / "config.json", RecordFile)
+    kept = {}
+    for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
+        checkpoint = _read(path.parents[1] / "model" / "config.json", RecordFile) or {}
+        metrics = _read(path, EvaluationFile)
+        # of the training that the export is of
+        if metrics and checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
+            kept[metrics["model"]["step"]] = metrics
     return ReportedRun(
         name=folder.resolve().name,
-        plan=_optional(folder / "plan.json"),
-        status=_optional(train / "status.json") or _optional(train / "state.json"),
-        record=_optional(train / "run.json"),
-        model=_optional(folder / "model" / "config.json"),
-        cost=_optional(train / "cost.json"),
-        evaluation=_evaluation(folder / "evaluate" / "metrics.json"),
-        lines=read_lines(train / "metrics.jsonl"),
+        plan=_read(folder / "plan.json", ProgressFile),
+        status=_read(train / "status.json", ProgressFile) or _read(train / "state.json", ProgressFile),
+        record=_read(train / "run.json", RecordFile),
+        model=model,
+        cost=_read(train / "cost.json", CostFile),
+        evaluation=_read(folder / "evaluate" / "metrics.json", EvaluationFile),
+        lines=lines,
         umap=umap,
-        kept=_kept(folder),
+        kept=dict(sorted(kept.items())),
         made=existing_files(folder, OF_A_RUN),
     )
 
 
 def read_corpus(folder: Path) -> ReportedCorpus:
-    """The corpus in `folder`. Raises DataError when the folder is absent."""
+    """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
     _require(folder, "corpus")
     vocabulary = folder / "vocabulary.tsv"
-    n_genes = Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None
-    datasets = [_mapping(path) for path in sorted((folder / "cells").glob("*.json"))]
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=datasets,
-        manifest=_optional(folder / "shards" / "manifest.json"),
-        n_genes=n_genes,
+        datasets=[_read(path, PreprocessFile) or {} for path in sorted((folder / "cells").glob("*.json"))],
+        manifest=_read(folder / "shards" / "manifest.json", ManifestFile),
+        n_genes=Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None,
         made=existing_files(folder, OF_A_CORPUS),
     )
 
 
-def read_sweep(path: Path) -> dict[str, Any]:
+def read_sweep(path: Path) -> Object:
     """curves.json of a sweep. Raises DataError if it is not as `sweep` writes it."""
-    sweep = _mapping(path)
-    if not isinstance(sweep.get("curves"), list) or not {"name", "n_runs", "axes"} <= {*sweep}:
-        raise DataError(f"{path}: not as sweep writes it; make it again")
-    return sweep
+    return _check(path, SweepFile, read_json(path))
 
 
-def damaged_file(
-    runs: Iterable[tuple[Path, ReportedRun]],
-    corpora: Iterable[tuple[Path, ReportedCorpus]],
-    show: Callable[[list[Any], list[Any]], Any],
-) -> Path | None:
-    """The file of the folders that makes `show`, of runs and corpora, fail by itself; None if there is none."""
-    for folder, run in runs:
-        nothing = ReportedRun(run.name, None, None, None, None, None)
-        for name, file in FILES.items():
-            if _fails(show, [replace(nothing, **{name: getattr(run, name)})], []):
-                return folder / file
-    for folder, corpus in corpora:
-        if _fails(show, [], [replace(corpus, manifest=None)]):
-            return folder / "cells"
-        if _fails(show, [], [replace(corpus, datasets=[])]):
-            return folder / "shards" / "manifest.json"
-    return None
+def _read(path: Path, form: type[BaseModel]) -> Object | None:
+    return _check(path, form, read_json(path)) if path.exists() else None
 
 
-def _fails(show: Callable[[list[Any], list[Any]], Any], runs: list[Any], corpora: list[Any]) -> bool:
+def _check(path: Path, form: type[BaseModel], value: Any) -> Object:
+    """`value` of `path` itself. Raises DataError naming what is unlike `form`; further keys are free."""
     try:
-        show(runs, corpora)
-    except Exception:
-        return True
-    return False
+        form.model_validate(value)
+    except ValidationError as error:
+        raise DataError(f"{path}: damaged: {error_line(*explain(error, form))}; make it again") from None
+    checked: Object = value
+    return checked
+
+
+def _require(folder: Path, kind: str) -> None:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: expected the folder of a {kind}, found none")
 
 
 def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] | None:
@@ -187,46 +285,3 @@ def outcomes_of(dataset: dict[str, Any]) -> dict[str, str]:
         for result in dataset["tasks"].values()
         for verdict, sentence in zip(result["verdicts"], result["sentences"])
     }
-
-
-def _kept(folder: Path) -> dict[int, dict[str, Any]]:
-    """Evaluations of kept checkpoints by step, of the training that the run's export is of."""
-    training, found = (_optional(folder / "model" / "config.json") or {}).get("fingerprint"), {}
-    for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        metrics, model = _evaluation(path), _optional(path.parents[1] / "model" / "config.json") or {}
-        if metrics is not None and model.get("fingerprint") == training:
-            found[metrics["model"]["step"]] = metrics
-    return dict(sorted(found.items()))
-
-
-def _evaluation(path: Path) -> dict[str, Any] | None:
-    metrics = _optional(path)
-    try:
-        earlier = any(_earlier(dataset) for dataset in (metrics or {}).get("datasets", {}).values())
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not as evaluate writes it ({in_one_line(error)}); run evaluate again") from None
-    if earlier:
-        raise DataError(f"{path}: written by an earlier version of cellmill; run evaluate again")
-    return metrics
-
-
-def _earlier(dataset: dict[str, Any]) -> bool:
-    """Entry without tasks, or with verdicts in the words of an earlier version."""
-    verdicts = (verdict for result in dataset.get("tasks", {}).values() for verdict in result["verdicts"])
-    return "tasks" not in dataset or any(verdict["outcome"] not in get_args(Outcome) for verdict in verdicts)
-
-
-def _optional(path: Path) -> dict[str, Any] | None:
-    return _mapping(path) if path.exists() else None
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a mapping, got {type(value).__name__}; make it again")
-    return value
-
-
-def _require(folder: Path, kind: str) -> None:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: expected the folder of a {kind}, found none")

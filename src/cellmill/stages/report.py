@@ -7,15 +7,15 @@ results.csv has one row for each run and each value by which it was judged: `run
 
 import csv
 import io
-from collections.abc import Sequence
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from cellmill.config.options import ReportOptions
-from cellmill.config.plugin import in_one_line
-from cellmill.errors import DataError, UserError
+from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.report.collect import damaged_file, read_corpus, read_run, read_sweep
+from cellmill.report.collect import read_corpus, read_run, read_sweep
 from cellmill.report.drawing import Drawings
 from cellmill.report.page import render
 from cellmill.report.sweep import curves, rows_of
@@ -26,22 +26,28 @@ def report(
 ) -> None:
     """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves of `sweeps`.
 
-    Each figure is beside it, in figures/, as SVG and its data as CSV.
+    A run or corpus with a damaged file is left out, and its error shown; DataError if no run is left. Each figure is
+    beside the page, in figures/, as SVG and its data as CSV.
     """
-    show = partial(render, options.report.title, sweeps=[read_sweep(path) for path in sweeps])
-    reported, described = [*map(read_run, runs)], [*map(read_corpus, corpora)]
+    swept = [*map(read_sweep, sweeps)]
+    damaged: list[str] = []
+
+    def undamaged(read: Callable[[Path], Any], folders: list[Path]) -> Iterator[Any]:
+        for folder in folders:
+            try:
+                yield read(folder)
+            except DataError as error:
+                damaged.append(str(error))
+
+    reported, described = [*undamaged(read_run, runs)], [*undamaged(read_corpus, corpora)]
+    if damaged and not reported:
+        raise DataError(damaged[0])
     drawn = Drawings()
-    try:
-        page = show(reported, described, drawings=drawn)
-    except UserError:
-        raise
-    except Exception as error:
-        if (file := damaged_file(zip(runs, reported), zip(corpora, described), show)) is None:
-            raise
-        raise DataError(f"{file}: damaged, or of another version ({in_one_line(error)}); make it again") from error
+    page = render(options.report.title, reported, described, swept, drawn, damaged)
     write_text(out, page)
     drawn.save(out.parent / "figures")
-    print(f"report of {', '.join(path.resolve().name for path in runs)} -> {out}")
+    print(*(f"left out: {text}\n" for text in damaged), sep="", end="", file=sys.stderr)
+    print(f"report of {', '.join(run.name for run in reported)} -> {out}")
 
 
 def sweep(*, values: Path, runs: Path, out: Path) -> None:
