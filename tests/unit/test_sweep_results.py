@@ -77,7 +77,7 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     assert law["floor"] == pytest.approx(1.5, abs=0.05)
 
 
-def test_a_loss_that_is_alike_in_all_runs_has_its_curve_and_other_figures_have_none() -> None:
+def test_a_loss_that_is_alike_in_all_runs_has_its_curve_and_other_metrics_have_none() -> None:
     of_loss, of_cells = ("", "validation", "val_loss"), ("pbmc", "reconstruct", "n_cells")
     rows = [
         {"stream.train_frac": n, "cells": n, "dataset": dataset, "task": task, "name": "model", "metric": metric}

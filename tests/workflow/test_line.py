@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cellmill.report.collect import read_corpus, read_run, remake_commands
+from cellmill.report.collect import read_corpus, read_run
 from tests.workflow.conftest import CASES, KEPT, Project, jobs_in
 
 pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project: .test/pretrain
@@ -83,7 +83,7 @@ def test_a_second_run_has_nothing_to_do(done: tuple[Project, str]) -> None:
 def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, str]) -> None:
     run = read_run(done[0].folder / "results/runs/tiny")
     corpus = read_corpus(done[0].folder / "results/corpora/sim")
-    commands = remake_commands("runs", run.name, run.made) | remake_commands("corpora", corpus.name, corpus.made)
+    commands = run.commands | corpus.commands
     assert len(commands) == len(CORPUS) + len(RUN)
     targets = [shlex.split(command)[-1] for command in commands.values()]
     assert done[0].jobs("--force", *targets) == dict.fromkeys([*CORPUS, *RUN], 1)

@@ -6,12 +6,11 @@ read, for what the page takes from it; a damaged file is a DataError that names 
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError, field_validator
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -22,17 +21,20 @@ from cellmill.runs.cost import Start
 from cellmill.runs.progress import read_lines
 from cellmill.runs.verdict import Verdict
 
-OF_A_RUN = (
-    "plan.json",
-    "train/status.json",
-    "model/model.safetensors",
-    "embeddings/*.h5ad",
-    "predictions/*.h5ad",
-    "changes/*.h5ad",
-    "evaluate/metrics.json",
-    "steps/*/evaluate/metrics.json",
-)
-OF_A_CORPUS = ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json")
+MADE = {
+    "runs": (
+        "plan.json",
+        "train/status.json",
+        "model/model.safetensors",
+        "embeddings/*.h5ad",
+        "predictions/*.h5ad",
+        "changes/*.h5ad",
+        "evaluate/metrics.json",
+        "steps/*/evaluate/metrics.json",
+    ),
+    "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
+}
+"""Files that Snakemake makes again by name, in the order of the stages."""
 
 Object = dict[str, Any]
 
@@ -108,27 +110,15 @@ class EvaluationFile(BaseModel):
     datasets: dict[str, DatasetEntry]
 
 
-class Counted(BaseModel):
-    n_in: int = Field(alias="in")
-    out: int
-    dropped: dict[str, int] = {}
-
-
-class Histogram(BaseModel):
-    edges: list[float]
-    before: list[int]
-    after: list[int]
-
-
 class PreprocessFile(BaseModel):
     """QC report of a dataset."""
 
     dataset: str
     source: Object
-    cells: Counted
-    genes: Counted
+    cells: Object
+    genes: Object
     coverage: Object
-    histograms: dict[str, Histogram]
+    histograms: dict[str, dict[str, list[float]]]
 
 
 class ManifestFile(BaseModel):
@@ -144,21 +134,18 @@ class SweepFile(BaseModel):
     curves: list[Object]
 
 
-def existing_files(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """Files of `folder` that match, in the order of the stages, relative to it."""
-    return [file.relative_to(folder).as_posix() for pattern in patterns for file in sorted(folder.glob(pattern))]
-
-
-def remake_commands(kind: str, name: str, files: Iterable[str]) -> dict[str, str]:
-    """Command by file, for the folder `name` of results/<kind>. A stage runs again with `--force` though its file is
+def remake_commands(kind: str, folder: Path) -> dict[str, str]:
+    """Command by file that is in `folder`, one of results/<kind>. A stage runs again with `--force` though its file is
     there; a finished training only if its folder is gone, so that no trained weights are lost by a command alone.
     """
+    results = Path("results", kind, folder.resolve().name)
     commands = {}
-    for file in files:
-        target, folder = (shlex.quote(f"results/{kind}/{name}/{part}") for part in (file, "train"))
+    for path in (path for pattern in MADE[kind] for path in sorted(folder.glob(pattern))):
+        file = path.relative_to(folder).as_posix()
+        target, trained = shlex.quote(f"{results}/{file}"), shlex.quote(f"{results}/train")
         commands[file] = f"snakemake --profile PROFILE --force {target}"
         if file == "train/status.json":
-            commands[file] = f"mv {folder} {folder}.old && snakemake --profile PROFILE {target}"
+            commands[file] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"
     return commands
 
 
@@ -174,7 +161,7 @@ class ReportedRun:
     lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics.json of kept checkpoints by step
-    made: list[str] = field(default_factory=list)  # files that have a command
+    commands: dict[str, str] = field(default_factory=dict)  # that make files again
 
     @property
     def supervised_by(self) -> list[str]:
@@ -189,7 +176,7 @@ class ReportedCorpus:
     datasets: list[dict[str, Any]]  # QC reports, by name
     manifest: dict[str, Any] | None
     n_genes: int | None  # genes of the vocabulary
-    made: list[str] = field(default_factory=list)  # files that have a command
+    commands: dict[str, str] = field(default_factory=dict)  # that make files again
 
 
 def read_run(folder: Path) -> ReportedRun:
@@ -221,7 +208,7 @@ def read_run(folder: Path) -> ReportedRun:
         lines=lines,
         umap=umap,
         kept=dict(sorted(kept.items())),
-        made=existing_files(folder, OF_A_RUN),
+        commands=remake_commands("runs", folder),
     )
 
 
@@ -234,7 +221,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
         datasets=[_read(path, PreprocessFile) or {} for path in sorted((folder / "cells").glob("*.json"))],
         manifest=_read(folder / "shards" / "manifest.json", ManifestFile),
         n_genes=Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None,
-        made=existing_files(folder, OF_A_CORPUS),
+        commands=remake_commands("corpora", folder),
     )
 
 

@@ -77,12 +77,10 @@ def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, flo
         for of, points in kinds.items()
         for step, value in _thinned(points)
     ]
-    spec = _lines(
-        [*runs],
-        "step",
-        "loss",
-        _wide([value for kinds in runs.values() for points in kinds.values() for _, value in points]),
-    )
+    values = [value for kinds in runs.values() for points in kinds.values() for _, value in points]
+    # on a linear axis, the first steps would flatten the rest
+    log = bool(values) and min(values) > 0 and max(values) > 5 * min(values)
+    spec = _lines([*runs], "step", "loss", log)
     dash = {"field": "of", "sort": ["validation", "training"], "scale": {"range": [[1, 0], [3, 3]]}}
     return Figure(title, rows, spec | {"height": 250, "encoding": spec["encoding"] | {"strokeDash": dash}})
 
@@ -266,11 +264,6 @@ def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
 def _thinned(of: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     every = max(1, -(-len(of) // MOST_POINTS))
     return [*chain(of[:-1:every], of[-1:])]
-
-
-def _wide(values: Sequence[float]) -> bool:
-    """True where the first steps would flatten the rest on a linear axis."""
-    return bool(values) and min(values) > 0 and max(values) > 5 * min(values)
 
 
 def _short(value: float) -> float:

@@ -5,7 +5,7 @@ It computes no result and loads nothing from elsewhere.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,7 +19,6 @@ from cellmill.report.collect import (
     ReportedRun,
     largest_memory,
     outcomes_of,
-    remake_commands,
     sentences_of,
 )
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
@@ -28,7 +27,6 @@ from cellmill.runs.cost import span
 from cellmill.runs.progress import COLLAPSED
 from cellmill.runs.verdict import Outcome
 
-SHOWN = ("ahead", "level", "behind")
 REGRESSION = "all genes + logistic regression"
 
 
@@ -65,11 +63,8 @@ class Standing:
 def standings(runs: list[ReportedRun]) -> list[Standing]:
     """Standings of all runs that were evaluated by a task with a metric, the best of each dataset marked."""
     found = [standing for run in runs for standing in _of_run(run)]
-    top: dict[tuple[str, str, str], float] = {}
-    for one in found:
-        key = (one.dataset, one.task, one.metric)
-        top[key] = max(one.value, top.get(key, one.value))
-    return [Standing(**{**one.__dict__, "best": one.value == top[one.dataset, one.task, one.metric]}) for one in found]
+    top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
+    return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
 
 
 def _of_run(run: ReportedRun) -> Iterator[Standing]:
@@ -77,18 +72,16 @@ def _of_run(run: ReportedRun) -> Iterator[Standing]:
         tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
         outcomes = Counter(outcomes_of(entry).values())
         for task, result in tasks.items():
-            if result is None or not (points := TaskTable(result).points()):
-                continue
-            own = [point for point in points if point[3] == "model"]
-            others = [point for point in points if point[3] == "baseline"]
-            if own:
-                row, value, sd, _ = max(own, key=lambda point: point[1])
-                best = max(others, key=lambda point: point[1])[:2] if others else None
+            best: dict[str, tuple[str, float, float, str]] = {}  # point by kind
+            for point in [] if result is None else TaskTable(result).points():
+                best[point[3]] = max(best.get(point[3], point), point, key=lambda point: point[1])
+            if "model" in best:
+                row, value, sd, _ = best["model"]
                 yield Standing(
                     *(run.name, dataset, task, result["metric"], row, value, sd or 0.0),
                     regression=_difference(result, row),
-                    baseline=best,
-                    outcomes={outcome: outcomes[outcome] for outcome in SHOWN},
+                    baseline=best["baseline"][:2] if "baseline" in best else None,
+                    outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
                 )
                 break
 
@@ -185,13 +178,10 @@ def _last(lines: list[dict[str, Any]], key: str) -> float | None:
     return next((line[key] for line in reversed(lines) if key in line), None)
 
 
-Points = list[tuple[float, float]]
-
-
 def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:
     """A figure for each task whose rows a metric ranks; none for a run without evaluated checkpoints.
 
-    The last point is that of the export. The baseline is the best row of the export's table: a line.
+    The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
     last = (run.evaluation or {}).get("model", {}).get("step")
     if not run.kept or run.evaluation is None or last is None:
@@ -199,10 +189,16 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
     evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
     for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
         final = TaskTable(result)
-        series: dict[str, Points] = {name: [] for name, _, _, kind in final.points() if kind == "model"}
+        series: dict[str, list[tuple[float, float]]] = {
+            name: [] for name, _, _, kind in final.points() if kind == "model"
+        }
         for step, evaluation in evaluations.items():
-            for name, value in _values(evaluation, dataset, task, final.metric).items():
-                series.setdefault(name, []).append((step, value))
+            entry = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
+            if entry is None or entry["metric"] != final.metric:
+                continue
+            for name, value, _, kind in TaskTable(entry).points():
+                if kind == "model":
+                    series.setdefault(name, []).append((step, value))
         baselines = [(value, name) for name, value, _, kind in final.points() if kind == "baseline"]
         if baselines:
             value, name = max(baselines)
@@ -212,14 +208,6 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
             yield figures.curves(
                 f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps", series, metric
             )
-
-
-def _values(evaluation: dict[str, Any], dataset: str, task: str, metric: str) -> dict[str, float]:
-    """The metric of each row of the model; empty if the evaluation lacks the task, or ranks by another metric."""
-    result = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
-    if result is None or result["metric"] != metric:
-        return {}
-    return {name: value for name, value, _, kind in TaskTable(result).points() if kind == "model"}
 
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
@@ -275,7 +263,6 @@ def render(
         figures=figures,
         drawings=drawings,
         labels_in=_labels,
-        remake_commands=remake_commands,
         over_steps=scores_over_steps,
         style=Markup(text_of("page.css")),
         scripts=scripts(),
@@ -294,5 +281,4 @@ def _cost(run: ReportedRun) -> str | None:
 
 def _labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
     """Labels, or batches, of a UMAP, the most frequent first."""
-    tally = Counter(row[by] for row in rows if row[by])
-    return sorted(tally, key=lambda label: (-tally[label], label))
+    return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]

@@ -5,6 +5,7 @@ al. 2022 (Training compute-optimal large language models, section 3.3): the Hube
 L-BFGS from a grid of starts. The interval comes from 200 bootstraps over the runs.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -40,7 +41,10 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | str:
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
         return "losses or sizes that are not positive"
     scale = float(np.exp(np.log(sizes).mean()))  # around which the factor is fitted: else it moves with the exponent
-    best = _fit(sizes / scale, losses, _starts(losses))
+    lowest, span = losses.min(), np.ptp(losses) + 1e-9
+    grid = product((lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2))  # floors, exponents
+    starts = [np.array([np.log(span), np.log(floor), exponent]) for floor, exponent in grid]
+    best = _fit(sizes / scale, losses, starts)
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < DRAWS:
@@ -52,12 +56,6 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | str:
     if low <= 0.01 or high >= 0.99 * STEEPEST:
         return f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"
     return Law(float(np.exp(log_floor)), float(np.exp(log_factor) * scale**exponent), float(exponent), low, high)
-
-
-def _starts(losses: np.ndarray) -> list[np.ndarray]:
-    lowest, span = losses.min(), np.ptp(losses) + 1e-9
-    floors, exponents = (lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2)
-    return [np.array([np.log(span), np.log(floor), exponent]) for floor, exponent in product(floors, exponents)]
 
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
@@ -80,18 +78,19 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
 
 
 SEED = "train.seed"
-FIGURE = "model"  # in place of a row's name, for a task that has figures alone
-LOSS = ("", "validation", FIGURE, "val_loss")  # dataset, task, name and metric of the best validation loss
+NO_ROW = "model"  # in place of a row's name, for a task that has single numbers alone
+MEASURE = ("dataset", "task", "name", "metric")
+LOSS = ("", "validation", NO_ROW, "val_loss")  # measure of the best validation loss
 Row = dict[str, Any]
 Measure = tuple[str, str, str, str]
 
 
 def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> Iterator[Row]:
     """One row for each value that the run was judged by; `values` are those of the sweep's axes."""
-    plan, status, totals = run.plan or {}, run.status or {}, (run.cost or {}).get("totals", {})
+    plan, totals = run.plan or {}, (run.cost or {}).get("totals", {})
     size = {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
     cost = {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
-    for (dataset, task, name, metric), kind, value, sd in _measures(run, status):
+    for (dataset, task, name, metric), kind, value, sd in _measures(run):
         about = {"dataset": dataset, "task": task, "name": name, "kind": kind, "metric": metric}
         yield {"run": run.name, **values, **size, **cost, **about, "value": value, "sd": sd}
 
@@ -101,27 +100,29 @@ def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
     each of the other axes' values; the best baseline beside it, and the law of validation losses or why there is none.
     """
     found = []
-    measures = _best_measures(rows)
+    valued = [row for row in rows if row["value"] is not None]
+    by_measure = _grouped(valued, MEASURE)
+    measures = _best_measures(valued)
     for axis in axes:
         quantity = _quantity(rows, axis)
         if quantity is None:
             continue
         others = [other for other in axes if other not in (axis, SEED)]
         for measure in measures:
-            own = [row for row in rows if _measure(row) == measure and row["value"] is not None]
             lines = [
                 {"name": ", ".join(map(str, group)), **_line(of_group, quantity, measure == LOSS)}
-                for group, of_group in _grouped(own, others).items()
+                for group, of_group in _grouped(by_measure[measure], others).items()
             ]
             dataset, task, name, metric = measure
             about = {"axis": axis, "quantity": quantity, "dataset": dataset, "task": task, "name": name}
-            found.append({**about, "metric": metric, "lines": lines, "baseline": _baseline(rows, measure)})
+            found.append({**about, "metric": metric, "lines": lines, "baseline": _baseline(valued, measure)})
     return found
 
 
-def _measures(run: ReportedRun, status: Mapping[str, Any]) -> Iterator[tuple[Measure, str, Any, Any]]:
-    if status.get("best_val_loss") is not None:
-        yield LOSS, "model", status["best_val_loss"], None
+def _measures(run: ReportedRun) -> Iterator[tuple[Measure, str, Any, Any]]:
+    """Measure, kind, value and sd of each value of a run."""
+    if (loss := (run.status or {}).get("best_val_loss")) is not None:
+        yield LOSS, "model", loss, None
     for dataset, entry in (run.evaluation or {}).get("datasets", {}).items():
         for task, result in entry["tasks"].items():
             for name, value, sd, kind in TaskTable(result).points():
@@ -129,27 +130,21 @@ def _measures(run: ReportedRun, status: Mapping[str, Any]) -> Iterator[tuple[Mea
             if not result["metric"]:
                 for key, value in result["figures"].items():
                     if isinstance(value, int | float):
-                        yield (dataset, task, FIGURE, key), "model", value, None
+                        yield (dataset, task, NO_ROW, key), "model", value, None
 
 
-def _best_measures(rows: Sequence[Row]) -> list[Measure]:
+def _best_measures(valued: Sequence[Row]) -> list[Measure]:
     """Of each task's rows of the model (features and classifiers), the one with the highest mean: the loss first, then
-    task probe, then others, then figures of a task without rows. Such figures that are alike in all runs are left out.
+    task probe, then others, then numbers of a task without rows. Such numbers that are alike in all runs are left out.
     """
-    values: dict[Measure, list[float]] = {}
-    for row in rows:
-        if row["kind"] == "model" and row["value"] is not None:
-            values.setdefault(_measure(row), []).append(row["value"])
+    groups = _grouped([row for row in valued if row["kind"] == "model"], MEASURE)
+    values = {measure: [row["value"] for row in group] for measure, group in groups.items()}
     best: dict[tuple[str, str, str], Measure] = {}
     for measure in sorted(values, key=lambda measure: -float(np.mean(values[measure]))):
         dataset, task, name, metric = measure
-        if name != FIGURE or measure == LOSS or len({*values[measure]}) > 1:
+        if name != NO_ROW or measure == LOSS or len({*values[measure]}) > 1:
             best.setdefault((dataset, task, metric), measure)
-    return sorted(best.values(), key=lambda one: (one != LOSS, one[1] != "probe", one[2] == FIGURE))
-
-
-def _measure(row: Row) -> Measure:
-    return row["dataset"], row["task"], row["name"], row["metric"]
+    return sorted(best.values(), key=lambda one: (one != LOSS, one[1] != "probe", one[2] == NO_ROW))
 
 
 def _quantity(rows: Sequence[Row], axis: str) -> str | None:
@@ -162,20 +157,19 @@ def _quantity(rows: Sequence[Row], axis: str) -> str | None:
         return None
     if axis == "stream.train_frac":
         return "cells"
-    by_value: dict[str, set[Any]] = {}
+    sizes: dict[str, set[Any]] = defaultdict(set)
     for row in rows:
-        by_value.setdefault(str(row[axis]), set()).add(row["parameters"])
-    if len({frozenset(sizes) for sizes in by_value.values()}) == len(by_value) and None not in set().union(
-        *by_value.values()
-    ):
+        sizes[str(row[axis])].add(row["parameters"])
+    distinct = {frozenset(of_value) for of_value in sizes.values()}
+    if len(distinct) == len(sizes) and not any(None in of_value for of_value in distinct):
         return "parameters"
     return axis if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values) else None
 
 
-def _grouped(rows: Sequence[Row], axes: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
-        groups.setdefault(tuple(row[axis] for axis in axes), []).append(row)
+        groups[tuple(row[key] for key in keys)].append(row)
     return groups
 
 
@@ -191,14 +185,13 @@ def _line(rows: Sequence[Row], quantity: str, is_loss: bool) -> dict[str, Any]:
     return {"points": points, **({"no_law": law} if isinstance(law, str) else {"law": asdict(law)})}
 
 
-def _baseline(rows: Sequence[Row], measure: Measure) -> dict[str, Any] | None:
+def _baseline(valued: Sequence[Row], measure: Measure) -> dict[str, Any] | None:
     """The highest baseline of a measure's task, by its mean over the runs."""
     dataset, task, _, metric = measure
-    beside = [row for row in rows if row["kind"] == "baseline" and row["value"] is not None]
-    of_task = [row for row in beside if (row["dataset"], row["task"], row["metric"]) == (dataset, task, metric)]
-    means = {
-        name: float(np.mean([row["value"] for row in group])) for (name,), group in _grouped(of_task, ["name"]).items()
-    }
-    return max(
-        ({"name": name, "value": value} for name, value in means.items()), key=lambda best: best["value"], default=None
-    )
+    groups = _grouped([row for row in valued if row["kind"] == "baseline"], MEASURE)
+    means = [
+        {"name": name, "value": float(np.mean([row["value"] for row in group]))}
+        for (*of_task, name, of_metric), group in groups.items()
+        if (*of_task, of_metric) == (dataset, task, metric)
+    ]
+    return max(means, key=lambda best: best["value"], default=None)

@@ -41,25 +41,23 @@ class TaskTable:
         best = set()
         for key in (column.key for column in self.columns if column.sd_key is not None):
             if having := [row for row in baselines if row.get(key) is not None]:
-                best.add((str(max(having, key=lambda row: row[key])["name"]), key))
+                best.add((max(having, key=lambda row: row[key])["name"], key))
         return best
 
     def points(self) -> list[tuple[str, float, float, str]]:
         """(name, value, sd, kind) of each row by the metric; none where no metric ranks the rows.
 
-        The kind is baseline, external, or model, that of all others.
+        The kind is baseline, external or, for all others, model.
         """
-        ranking = [column for column in self.columns if column.heading == self.metric][:1]
+        column = next((column for column in self.columns if column.heading == self.metric), None)
+        if column is None:
+            return []
+        kinds = {"baseline": "baseline", "external": "external"}
         return [
-            (str(row["name"]), row[column.key], row.get(column.sd_key or "", 0.0), _kind(row))
-            for column in ranking
+            (row["name"], row[column.key], row.get(column.sd_key or "", 0.0), kinds.get(row.get("kind", ""), "model"))
             for row in self.rows
             if row.get(column.key) is not None and row.get("kind") != "ceiling"
         ]
-
-
-def _kind(row: dict[str, Any]) -> str:
-    return row["kind"] if row.get("kind") in ("baseline", "external") else "model"
 
 
 def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
@@ -79,7 +77,7 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
 
 
 def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
-    """Each task side by side: its rows by their metric, or its figures where no metric ranks rows (`metric` is empty).
+    """Each task side by side: its rows by their metric, or its single numbers if no metric ranks rows (`metric` is "").
 
     `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column for each features,
     with the value of the best classifier.
