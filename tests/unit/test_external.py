@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,27 +157,23 @@ TASKS = {
 }
 
 
-@pytest.fixture
-def evaluated(corpus: dict[str, Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Evaluation with or without an external model."""
-
-    def run(name: str, external: bool, files: list[Path] | None = None, **options: Any) -> dict[str, Any]:
-        command = command_of(tmp_path)
-        given = {"tasks": TASKS} | ({"external": {"pca": {"command": command}}} if external else {}) | options
-        made = tmp_path / "made.h5ad"
-        if external and not made.exists():
-            assert embed_external(command, corpus["cells"], made) == 0
-        beside = ([made] if external else []) if files is None else files
-        return evaluate(corpus, tmp_path / name / "evaluate" / "metrics.json", beside=beside, **given)
-
-    return run
+def evaluated(
+    corpus: dict[str, Path], out: Path, external: bool = True, files: list[Path] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Evaluation with or without an external model, below the folder `out`."""
+    command, made = command_of(out.parent), out.parent / "made.h5ad"
+    if external and not made.exists():
+        assert embed_external(command, corpus["cells"], made) == 0
+    given = {"tasks": TASKS} | ({"external": {"pca": {"command": command}}} if external else {}) | options
+    beside = ([made] if external else []) if files is None else files
+    return evaluate(corpus, out / "evaluate" / "metrics.json", beside=beside, **given)
 
 
 def test_an_external_model_has_rows_beside_the_model_and_changes_no_verdict_and_no_gate(
-    evaluated: Callable[..., dict[str, Any]], tmp_path: Path
+    corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("igraph", reason="task clustering requires igraph")
-    without, beside = evaluated("without", False), evaluated("beside", True)
+    without, beside = (evaluated(corpus, tmp_path / name, name == "beside") for name in ("without", "beside"))
     for task in TASKS:
         before, after = (metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside))
         added = [row for row in after["rows"] if row["kind"] == "external"]
@@ -192,7 +187,7 @@ def test_an_external_model_has_rows_beside_the_model_and_changes_no_verdict_and_
     best = {kind: max(row["accuracy_mean"] for row in probe if row["kind"] == kind) for kind in ("model", "external")}
     assert best["external"] > best["model"]  # components against random weights
     with pytest.raises(ConfigError, match="no baseline 'external: pca'; there are: untrained"):
-        evaluated("gate", True, tasks={"probe": {}}, gate=[{"task": "probe", "baseline": "external: pca"}])
+        evaluated(corpus, tmp_path / "gate", tasks={"probe": {}}, gate=[{"task": "probe", "baseline": "external: pca"}])
 
     run = read_run(tmp_path / "beside")
     standing = standings([run])[0]
@@ -202,13 +197,11 @@ def test_an_external_model_has_rows_beside_the_model_and_changes_no_verdict_and_
     assert 'external: pca + kNN <span class="tag">external</span>' in render("Report", [run], [])
 
 
-def test_files_of_external_models_pair_up_and_are_of_the_command(
-    evaluated: Callable[..., dict[str, Any]], tmp_path: Path, corpus: dict[str, Path]
-) -> None:
+def test_files_of_external_models_pair_up_and_are_of_the_command(corpus: dict[str, Path], tmp_path: Path) -> None:
     message = "expected 1 --external for each of 1 --cells, for evaluate.external: pca; got 0 files"
     with pytest.raises(ConfigError, match=message):
-        evaluated("none", True, files=[])
+        evaluated(corpus, tmp_path / "none", files=[])
     other = tmp_path / "other.h5ad"
     assert embed_external(command_of(tmp_path) + " --other", corpus["cells"], other) == 0
     with pytest.raises(DataError, match=r"other\.h5ad: made by model \w{12}, expected \w{12}; run embed again"):
-        evaluated("other", True, files=[other])
+        evaluated(corpus, tmp_path / "other", files=[other])
