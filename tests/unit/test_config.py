@@ -369,31 +369,26 @@ def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"basket": {"siez": 1}}, "basket: unknown key 'siez'; did you mean 'size'?"),
-        ({"basket": {"fruits": {"aple": None}}}, "basket.fruits: aple: unknown fruit 'aple'; did you mean 'apple'?"),
-        (
-            {"basket": {"fruits": {"apple": {"seed": 1}}}},
-            "basket.fruits: apple: unknown key 'seed'; did you mean 'seeds'?",
-        ),
-        ({"basket": {"fruits": ["apple"]}}, "basket.fruits: expected a mapping of names, got ['apple']"),
-        ({"basket": {"fruits": {"apple": 3}}}, "basket.fruits: apple: expected a mapping of options, got 3"),
-        ({"dessert": {"name": "melon", "seeds": 3}}, "dessert: unknown key 'seeds'; there are: name, ripe, weight_kg"),
-        ({"dessert": {"seeds": 0}}, "dessert: seeds: input should be greater than or equal to 1, got 0"),
-        (
-            {"runs": {"demo": {"corpus": "pbmc", "dessert": 3}}},
-            "runs.demo.dessert: expected a mapping with `name`, got 3",
-        ),
+        ("basket: {siez: 1}", "basket: unknown key 'siez'; did you mean 'size'?"),
+        ("basket: {fruits: {aple: null}}", "basket.fruits: aple: unknown fruit 'aple'; did you mean 'apple'?"),
+        ("basket: {fruits: {apple: {seed: 1}}}", "basket.fruits: apple: unknown key 'seed'; did you mean 'seeds'?"),
+        ("basket: {fruits: [apple]}", "basket.fruits: expected a mapping of names, got ['apple']"),
+        ("basket: {fruits: {apple: 3}}", "basket.fruits: apple: expected a mapping of options, got 3"),
+        ("dessert: {name: melon, seeds: 3}", "dessert: unknown key 'seeds'; there are: name, ripe, weight_kg"),
+        ("dessert: {seeds: 0}", "dessert: seeds: input should be greater than or equal to 1, got 0"),
+        ("runs: {demo: {corpus: pbmc, dessert: 3}}", "runs.demo.dessert: expected a mapping with `name`, got 3"),
     ],
 )
 def test_options_of_a_choice_are_refused_in_one_line(
-    basket: Callable[..., Workflow], sections: dict[str, Any], message: str
+    basket: Callable[..., Workflow], sections: str, message: str
 ) -> None:
+    given = yaml.safe_load(f"{{{sections}}}")
     with pytest.raises(ConfigError) as caught:
-        basket(**sections)
+        basket(**given)
     assert str(caught.value) == f"config/config.yaml: {message}"
     if "unknown fruit" not in message:  # an installed package may have more than the schema knows
         with pytest.raises(jsonschema.ValidationError):
-            validate(GOOD | sections)
+            validate(GOOD | given)
 
 
 def test_a_run_that_names_another_choice_inherits_only_the_options_of_the_contract(

@@ -64,10 +64,8 @@ class _Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
-            server.repos[name], server.private[name] = (
-                {},
-                "private" in (asked.get("visibility"), "private" * asked.get("private", False)),
-            )
+            server.repos[name] = {}
+            server.private[name] = asked.get("visibility") == "private" or asked.get("private", False)
             self._answer({"url": f"{server.url}/{name}", "name": name, "id": name})
         elif self.path == "/api/validate-yaml":
             self._answer({"errors": [], "warnings": []})
