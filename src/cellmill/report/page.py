@@ -220,9 +220,8 @@ def render(
     corpora: list[ReportedCorpus],
     sweeps: Sequence[Mapping[str, Any]] = (),
     drawings: Drawings | None = None,
-    damaged: Sequence[str] = (),
 ) -> str:
-    """The page as HTML, with user text escaped; its figures are added to `drawings`, `damaged` has errors to show.
+    """The page as HTML, with user text escaped; its figures are added to `drawings`.
 
     Raises DataError when two runs or corpora share a name.
     """
@@ -249,7 +248,6 @@ def render(
         runs=runs,
         corpora=corpora,
         sweeps=sweeps,
-        damaged=damaged,
         standings=standings(runs),
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},

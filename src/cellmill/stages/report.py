@@ -7,12 +7,13 @@ results.csv has one row for each run and each value by which it was judged: `run
 
 import csv
 import io
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from jinja2 import UndefinedError
 
 from cellmill.config.options import ReportOptions
+from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run, read_sweep
@@ -26,27 +27,24 @@ def report(
 ) -> None:
     """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves of `sweeps`.
 
-    A run or corpus with a damaged file is left out, and its error shown; DataError if no run is left. Each figure is
-    beside the page, in figures/, as SVG and its data as CSV.
+    Each figure is beside the page, in figures/, as SVG and its data as CSV. Raises DataError for a damaged file.
     """
-    swept = [*map(read_sweep, sweeps)]
-    damaged: list[str] = []
-
-    def undamaged(read: Callable[[Path], Any], folders: list[Path]) -> Iterator[Any]:
-        for folder in folders:
-            try:
-                yield read(folder)
-            except DataError as error:
-                damaged.append(str(error))
-
-    reported, described = [*undamaged(read_run, runs)], [*undamaged(read_corpus, corpora)]
-    if damaged and not reported:
-        raise DataError(damaged[0])
+    reported, described, swept = [*map(read_run, runs)], [*map(read_corpus, corpora)], [*map(read_sweep, sweeps)]
     drawn = Drawings()
-    page = render(options.report.title, reported, described, swept, drawn, damaged)
+    try:
+        page = render(options.report.title, reported, described, swept, drawn)
+    except (
+        UndefinedError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ValueError,
+    ) as error:  # deeper than reading checks
+        folders = ", ".join(map(str, [*runs, *corpora]))
+        raise DataError(f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again") from error
     write_text(out, page)
     drawn.save(out.parent / "figures")
-    print(*(f"left out: {text}\n" for text in damaged), sep="", end="", file=sys.stderr)
     print(f"report of {', '.join(run.name for run in reported)} -> {out}")
 
 
