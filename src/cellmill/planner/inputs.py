@@ -48,13 +48,14 @@ class CorpusFacts:
 
     def moments(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of a column of numbers."""
-        self.shards.fingerprint_with((), {column: "objective"})  # names a column that is not there
+        option = self.options.number_columns()[column]
+        self.shards.fingerprint_with((), {column: option})  # names a column that is not there
         numbers = CellColumns(self.shards, "train", "numbers", [column])
         known = numbers[self._train_cells()][:, 0]
         known = known[np.isfinite(known)]
         if not len(known) or not known.std():
             raise ConfigError(
-                f"{self.options.number_columns()[column]} {column}: expected numbers that differ, got {len(known):,} "
+                f"{option} {column}: expected numbers that differ, got {len(known):,} "
                 f"training cells with {'the same' if len(known) else 'a'} number; choose another column"
             )
         return float(known.mean()), float(known.std())
