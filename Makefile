@@ -1,6 +1,6 @@
 # make demo      the whole workflow on 700 real PBMC, from nothing but Python and pip
 # make check     format, types, lint, generated files, figures and checks of the source tree: 2 minutes
-# make test      every promise once: 13 minutes on 2 quiet cores
+# make test      every promise once: 15 minutes on 2 cores
 # make test-all  every test, with the packages of all extras
 # make matrix    demo and tests with the oldest and the newest versions that pyproject.toml allows; make newest: its demo alone
 # make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
