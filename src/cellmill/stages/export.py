@@ -160,13 +160,14 @@ def _classifier(
 ) -> dict[str, Any]:
     """Labels and calibration of a head; without shards `problem` says why."""
     calibration = None if shards is None else calibration_of(model.eval(), options, shards, objective)
-    known = {"label_column": objective.config.label_column, "labels": objective.labels}
+    known: dict[str, Any] = {"label_column": objective.config.label_column, "labels": objective.labels}
     if calibration is None:
         known["uncalibrated"] = problem or NO_VALIDATION
         print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
         return known | {"calibration": None}
-    print(_calibration_line({"calibration": vars(calibration)}), flush=True)
-    return known | {"calibration": vars(calibration)}
+    known["calibration"] = vars(calibration)
+    print(_calibration_line(known), flush=True)
+    return known
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
