@@ -63,7 +63,6 @@ class Lora(Method):
     paths: list[str]  # of the adapted layers, in the whole model
 
     def transform(self, model: Model) -> None:
-        """Wrap the layers, and name their parts in the model's plan."""
         self.depth = Depth.of(model)
         blocks = model.get_submodule(model.plan.blocks)
         layers = self._layers(blocks)
@@ -93,11 +92,9 @@ class Lora(Method):
         return [path for path in known if chosen is None or path in chosen or path.split(".")[-1] in chosen]
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter belongs to an adapter or to a head."""
         return self.depth.is_head(name) or self._is_adapter(name)
 
     def group(self, name: str) -> dict[str, float]:
-        """Give adapters a rate of their own and no weight decay."""
         return {"lr_scale": self.config.trunk_lr_frac, "weight_decay": 0.0} if self._is_adapter(name) else {}
 
     def _is_adapter(self, name: str) -> bool:

@@ -164,13 +164,11 @@ class Full(DepthMethod):
     config: FullConfig
 
     def group(self, name: str) -> dict[str, float]:
-        """Scale the rate of the trunk."""
         below = self.depth.n_blocks - self.depth.level(name)
         rate = self.config.trunk_lr_frac * self.config.layer_decay**below
         return {} if self.depth.is_head(name) else {"lr_scale": rate}
 
     def first_step(self, name: str) -> int:
-        """Return when a parameter of the trunk begins to train."""
         below = self.depth.n_blocks - self.depth.level(name)
         return 0 if self.depth.is_head(name) else self.config.head_steps + self.config.block_steps * below
 
@@ -181,12 +179,10 @@ class Partial(DepthMethod):
     config: PartialConfig
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter belongs to a head or is at the depth of the last blocks."""
         frozen_blocks = max(0, self.depth.n_blocks - self.config.last_blocks)
         return self.depth.is_head(name) or self.depth.level(name) > frozen_blocks
 
     def group(self, name: str) -> dict[str, float]:
-        """Scale the rate of the trunk."""
         return {} if self.depth.is_head(name) else {"lr_scale": self.config.trunk_lr_frac}
 
 
@@ -194,5 +190,4 @@ class HeadOnly(DepthMethod):
     """See the module."""
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter belongs to a head."""
         return self.depth.is_head(name)

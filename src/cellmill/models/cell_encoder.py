@@ -137,7 +137,6 @@ class CellEncoder(Model):
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the objective's view, with the tokens of obs columns."""
         view = super().view(batch, seed=seed, step=step)
         if self.covariate_prefix is None:
             return view
@@ -153,7 +152,6 @@ class CellEncoder(Model):
         return self.objective.loss(self, states, prepared)
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        """(cells, H) float32: the vectors of whole cells."""
         batch = batch if self.covariate_prefix is None else self.covariate_prefix.before(batch)
         prepared = EncoderBatch.prepared(batch)
         return self.cell_vectors(self.states(prepared), prepared)
@@ -195,7 +193,6 @@ class TokenEncoder(CellEncoder):
         self.enter, self.enter_keys = Entry(), Entry()
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H) -> (T, H)."""
         return self.first_blocks(x, prepared, len(self.blocks))
 
     def first_blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:

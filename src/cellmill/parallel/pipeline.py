@@ -52,7 +52,6 @@ class PipelineModel(StepModel):
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return the padded tokens of each micro-batch of a step: the same for all."""
         return [pipeline_tokens(max(tokens), self.token_multiple)] * len(tokens)
 
     def forward_backward(

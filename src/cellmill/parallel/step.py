@@ -78,12 +78,10 @@ class ParallelModel(StepModel):
             return self.outer(prepared)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return each micro-batch's tokens, rounded up."""
         return [-(-n // self.token_multiple) * self.token_multiple for n in tokens]
 
     @torch.no_grad()
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Return the sum over micro-batches, one after another."""
         return torch.stack([self(prepared).double() for prepared in micro_batches]).sum(0)
 
     def forward_backward(

@@ -41,7 +41,6 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     )
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Refuse a learned pooling that no loss would train, or that would read tokens of obs columns."""
         if self.pooling != "mean" and tokens.covariates:
             raise ValueError(f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them")
         if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
@@ -195,7 +194,6 @@ class HfConfig(FamilyConfig):
         return self
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Refuse a missing package, a loss that needs embedded places, and cells that are longer than the positions."""
         if find_spec("transformers") is None:
             raise ValueError("model.family hf needs the package transformers: pip install 'cellmill[hf]'")
         if getattr(objective, "cell_loss_weight", 0):

@@ -194,7 +194,6 @@ class PostNormConfig(TransformerConfig):
         return self
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Refuse labels predicted from another block than the one whose output is the cell embedding."""
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):
             raise ValueError(
                 f"model.embed_layer {self.embed_layer}: objective classification predicts labels from the last block; "

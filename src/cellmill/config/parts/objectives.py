@@ -59,7 +59,6 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
-        """True if the second loss is on."""
         return self.cell_loss_weight > 0
 
 
@@ -79,11 +78,9 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """True if values are renormalised."""
         return self.renormalize
 
     def warnings(self, option: str = "objective") -> list[str]:
-        """Say what leaks without `renormalize`."""
         if self.renormalize:
             return []
         return [
@@ -92,7 +89,6 @@ class MaskedValueConfig(MaskedObjectiveConfig):
         ]
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse tokenizers whose values are places, not counts: there is no value to hide."""
         if tokens.value_kind not in ("class", "scalar"):
             choose = "objective masked_gene" if tokens.sequences else "binned or continuous, or objective masked_gene"
             raise ValueError(
@@ -152,7 +148,6 @@ class QueryDecodingConfig(HiddenShareConfig):
     decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse tokens without numbers: the number of the whole cell is what is predicted."""
         if tokens.value_kind != "scalar":
             raise ValueError(
                 f"objective query_decoding needs values that are numbers, which tokens.tokenizer {tokens.tokenizer} "
@@ -193,11 +188,9 @@ class LabelConfig(ObjectiveConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """The label."""
         return (self.label_column,)
 
     def columns(self) -> Columns:
-        """The label."""
         return Columns(levels={self.label_column: "objective.label_column"})
 
 
@@ -242,17 +235,14 @@ class ClassificationConfig(LabelConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """The label, unless the model hides it."""
         return () if self.adversarial_scale else (self.label_column,)
 
     def columns(self) -> Columns:
-        """The label, and labels with given weights."""
         given = self.class_weights if isinstance(self.class_weights, dict) else {}
         named = ("objective.class_weights", self.label_column, list(given))
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
     def fit(self, facts: Facts) -> Self:
-        """Return the options with the numbers that `balanced` stands for."""
         if self.class_weights != BALANCED:
             return self
         counts = {label: n for label, n in facts.cells_by_level(self.label_column).items() if n}
@@ -318,15 +308,12 @@ class RegressionConfig(ObjectiveConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """The number."""
         return (self.target_column,)
 
     def columns(self) -> Columns:
-        """The number."""
         return Columns(numbers={self.target_column: "objective.target_column"})
 
     def fit(self, facts: Facts) -> Self:
-        """Return the options with the mean and the standard deviation that are not given."""
         found = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
         return self.model_copy(update={key: value for key, value in found.items() if getattr(self, key) is None})
 
@@ -393,32 +380,25 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
-        """True if a part needs the counts of tokens."""
         return any(part.needs_counts for part in self.each())
 
     def each(self) -> list[ObjectiveConfig]:
-        """Return the parts."""
         return list(self.parts.values())
 
     def columns(self) -> Columns:
-        """Columns of every part."""
         return reduce(or_, (part.columns() for part in self.each()))
 
     def fit(self, facts: Facts) -> Self:
-        """Return the options with every part fitted."""
         return self.model_copy(update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}})
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """Labels that any part reads."""
         return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
 
     def warnings(self, option: str = "objective") -> list[str]:
-        """Return the warnings of every part."""
         return [line for name, part in self.parts.items() for line in part.warnings(f"{option}.parts.{name}")]
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse tokens that a part cannot use."""
         for part in self.each():
             part.check_tokens(tokens)
 
@@ -498,7 +478,6 @@ class DecodingConfig(HiddenShareConfig):
         return self
 
     def columns(self) -> Columns:
-        """The batch."""
         return Columns({} if self.batch_column is None else {self.batch_column: "objective.batch_column"})
 
     def check_tokens(self, tokens: Tokens) -> None:
@@ -578,16 +557,13 @@ class PerturbationResponseConfig(DecodingConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """The perturbation."""
         return (self.perturbation_column,)
 
     def columns(self) -> Columns:
-        """The perturbation, whose control must exist, and the batch."""
         named = ("objective.control", self.perturbation_column, [self.control])
         return Columns({self.perturbation_column: "objective.perturbation_column"}, named=[named]) | super().columns()
 
     def fit(self, facts: Facts) -> Self:
-        """Return the options with the genes of each perturbation that has any."""
         if self.perturbed_genes is not None:
             return self
         genes = facts.genes(self.perturbation_column).items()

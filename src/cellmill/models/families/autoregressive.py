@@ -56,7 +56,6 @@ class AutoregressiveModel(TokenEncoder):
         self.attach_heads(n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): the embedded tokens."""
         places = torch.arange(len(prepared.genes), device=prepared.genes.device) - prepared.cu_seqlens[prepared.cell]
         return self.enter(self.inputs(prepared.genes, prepared.values, places))
 

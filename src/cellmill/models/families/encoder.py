@@ -78,11 +78,9 @@ class EncoderModel(TokenEncoder):
         return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        """(cells, H) float32: the vectors of whole cells."""
         return super().embed(self._with_cell_tokens(batch))
 
     def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(cells, tokens) each -> (cells, H) float32; see `Model.embed_padded`."""
         inside = genes != PAD_TOKEN
         x = self.gene_embedding(genes)
         if self.gene_vectors is not None:
@@ -105,7 +103,6 @@ class EncoderModel(TokenEncoder):
         return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): gene and value embeddings, and the cell tokens."""
         x = self.inputs(prepared)
         if self.pooling == "cls":
             x = torch.where(first_tokens(prepared)[:, None], self.cell_token.to(x.dtype), x)
@@ -171,11 +168,9 @@ class AutoencoderModel(EncoderModel):
 
     @property
     def vector_width(self) -> int:
-        """Width of the bottleneck, H without one."""
         return self.config.latent or self.width
 
     def attach_heads(self, n_tokens: int) -> None:
-        """Add the bottleneck, then the objective's heads."""
         super().attach_heads(n_tokens)
         if self.config.latent is not None:
             self.bottleneck = with_std(Linear(self.width, self.config.latent), self.width**-0.5)

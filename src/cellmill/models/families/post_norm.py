@@ -72,7 +72,6 @@ class PostNormEncoder(TokenEncoder):
         self.norm = Entry()  # each block ends with a norm
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the objective's view with <cls> and <eos>."""
         return self.with_ends(super().view(batch, seed=seed, step=step))
 
     def with_ends(self, batch: Batch) -> Batch:
@@ -80,7 +79,6 @@ class PostNormEncoder(TokenEncoder):
         return with_ends(batch, self.config.n_ends)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): the embedded tokens."""
         return self.enter(self.inputs(prepared))
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:

@@ -54,13 +54,11 @@ class ProfileModel(CellEncoder):
         return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(C, H) -> (C, H)."""
         for block in self.blocks:
             x = block(x, prepared.cell_keys)
         return x
 
     def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(cells, tokens) each -> (cells, H) float32; see `Model.embed_padded`."""
 
         def sums(table: torch.Tensor) -> torch.Tensor:
             return (values[:, None] @ F.embedding(genes, table))[:, 0]

@@ -122,7 +122,6 @@ class HfModel(CellEncoder):
         return self._enter(prepared)[0]
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(B, L, H) -> (B, L, H)."""
         _, args, kwargs = self.passage.entered or self._enter(prepared)
         self.passage.entered = None
         for block in self.blocks:
@@ -130,7 +129,6 @@ class HfModel(CellEncoder):
         return x
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss, a float32 scalar."""
         states = self._leave(x, prepared)
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)

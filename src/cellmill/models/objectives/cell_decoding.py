@@ -63,7 +63,6 @@ class CellDecoding(Objective):
         self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add the decoder: `decoder`, `profile_genes`, `profile_bias`, maybe a dispersion; and parts for the batch."""
         given = model.vector_width
         self.row_widths = (1 + 2 * given,) if self.config.view_loss else ()
         width = self.config.decoder_hidden or given
@@ -96,11 +95,9 @@ class CellDecoding(Objective):
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
-        """Return the shown part of each cell."""
         return draw_view(batch, self.tokenizer, self.config, seed=seed, step=step)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
-        """Weigh the hidden genes of a view."""
         assert isinstance(batch, ViewBatch), "expected a view"
         entries = torch.bincount(batch.profile_cell, minlength=len(batch.lengths))
         cells = entries.nonzero().flatten()
@@ -164,7 +161,6 @@ class CellDecoding(Objective):
         return (torch.cat([first.new_ones(len(first), 1), first, second], dim=1),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return VICReg, times the number of pairs."""
         config, (table,) = self.config, tables
         return (vicreg(table, (config.invariance_weight, config.variance_weight, config.covariance_weight)),)
 
@@ -197,7 +193,6 @@ class CellDecoding(Objective):
         return prepared.genes_hidden - len(SPECIAL), log_p[cell, prepared.genes_hidden], weights, per_cell
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return cross-entropy per cell (nats) of the model and of the training cells' mean profile, and a verdict."""
         genes, log_p, weights, per_cell = observed
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0  # other values are no expression
         expressed = train.n * value + 1  # add one: a gene that no training cell has

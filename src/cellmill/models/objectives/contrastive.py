@@ -36,12 +36,10 @@ class SupervisedContrastive(LabelObjective):
     validates_rows = True
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add nothing: the loss reads vectors."""
         self.row_widths = (1 + model.vector_width,)
         return ()
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        """Return the summed loss of the cells, a float32 scalar."""
         (rows,) = self.rows(model, states, prepared)
         if prepared.shares is None:
             return contrast(rows, self.config.temperature).float()
@@ -54,7 +52,6 @@ class SupervisedContrastive(LabelObjective):
         return (torch.cat([prepared.targets[:, None].to(vectors) + 1, F.normalize(vectors, dim=1)], dim=1),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the summed loss of all cells."""
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
@@ -63,7 +60,6 @@ class SupervisedContrastive(LabelObjective):
         return prepared.targets + 1, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return the loss among all observed cells, and a verdict against vectors that are all alike."""
         labels, vectors = (torch.from_numpy(array) for array in observed)
         n = len(labels)
         if n < 2:

@@ -97,7 +97,6 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
-        """Find the cells with a target."""
         targets, known = self.find_targets(batch)
         cells = (known & with_genes(batch)).nonzero().flatten()
         given = {"target_cells": cells, "targets": targets[cells], "n_targets": torch.tensor(len(cells))}
@@ -120,13 +119,11 @@ class LabelObjective(CellObjective):
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the label of each cell, from 0."""
         assert batch.levels is not None, "the batch has no levels"
         labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
         return labels, (labels >= 0) & (labels < len(self.labels))
 
     def judged_labels(self) -> dict[str, list[str]]:
-        """Return the labels."""
         return {self.config.label_column: self.labels}
 
 
@@ -141,7 +138,6 @@ class Classification(LabelObjective):
     """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `label_head`."""
         config, levels, head = self.config, len(self.levels[self.config.label_column]), f"label_head{self.suffix}"
         setattr(model, head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
         rows = (f"{head}.out.weight", f"{head}.out.bias")
@@ -151,13 +147,11 @@ class Classification(LabelObjective):
         return (head,)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
-        """Find the cells with a label, and their weights in training."""
         prepared = super().prepare(batch, seed=seed, step=step)
         weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights))
         return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        """Return the summed loss of the cells, a float32 scalar."""
         logits = self._predicted(model, states, prepared)
         assert prepared.weights is not None
         if self.kept_sums is not None:
@@ -166,7 +160,6 @@ class Classification(LabelObjective):
         return (F.cross_entropy(logits, prepared.targets, reduction="none") * prepared.weights).sum()
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the share of cells whose likeliest label is theirs."""
         right, n = sums
         return {"accuracy": right / n} if n else {}
 
@@ -186,7 +179,6 @@ class Classification(LabelObjective):
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return metrics of the cells, and a verdict against the labels' own frequencies."""
         labels, logits = observed
         n = len(labels)
         if not n:
@@ -218,7 +210,6 @@ class Regression(CellObjective):
     n_sums = 6
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `number_head`."""
         config, head = self.config, f"number_head{self.suffix}"
         setattr(model, head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
         self.row_widths = (3,) if config.loss == "pearson" else ()
@@ -231,7 +222,6 @@ class Regression(CellObjective):
         return self.config.target_std or 1.0, self.config.target_mean or 0.0
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the standardised number of each cell."""
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
@@ -239,7 +229,6 @@ class Regression(CellObjective):
         return ((numbers - mean) / std).float(), numbers.isfinite()
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        """Return the summed loss of the cells, a float32 scalar."""
         predicted, targets = self._predicted(model, states, prepared), prepared.targets
         if self.kept_sums is not None:
             x, y = predicted.double(), targets.double()
@@ -256,11 +245,9 @@ class Regression(CellObjective):
         return (_rows(self._predicted(model, states, prepared), prepared.targets),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the summed loss pearson of all cells."""
         return tuple(anticorrelation(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return Pearson's correlation of predictions and numbers, where both vary."""
         n, x, y, xx, yy, xy = sums
         variances = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
@@ -283,7 +270,6 @@ class Regression(CellObjective):
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return metrics of the cells, and a verdict against their own mean: R²."""
         numbers, predicted = (values.astype(np.float64) for values in observed)
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []

@@ -143,7 +143,6 @@ class MaskedObjective(Objective):
     tokenizer: Tokenizer | None = None  # makes visible values again, where not None
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `head`, `cell_head` if the second loss is on, and the objective's own output."""
         hidden, self.n_tokens = model.width, n_tokens
         model.head = _head(model, hidden)
         names: tuple[str, ...] = ("head",)
@@ -157,12 +156,10 @@ class MaskedObjective(Objective):
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
-        """Mask a fraction of the tokens."""
         random_tokens = self.n_tokens if self._splits and self.training else None
         return mask(batch, self.hides_gene, self.config, seed, step, self.tokenizer, random_tokens)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        """Return the summed loss over masked tokens, a float32 scalar."""
         targets = prepared.targets
         loss = self.loss_of(model, model.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
@@ -199,17 +196,14 @@ class MaskedValue(MaskedObjective):
         self.tokenizer = tokens.load()(tokens) if config.renormalize else None
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `value_out`, and `hidden_value`, the embedding of a hidden value."""
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         model.value_out = nn.Linear(model.width, self.tokens.n_values - self._first_bin if self._is_class else 1)
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initialize `hidden_value` like an embedding."""
         return normal(STD) if name == "hidden_value" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        """Return cross-entropy of bins, or the squared error of values, summed."""
         predicted = self.predict(model, states, prepared)
         if self._is_class:
             return F.cross_entropy(predicted, prepared.answers - self._first_bin, reduction="sum")
@@ -229,7 +223,6 @@ class MaskedValue(MaskedObjective):
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return R² over gene and global mean, gene-centred correlation and mean squares; None without variance."""
         genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
         by_gene = train.mean[genes]
         mse, mse_gene, mse_global = (
@@ -270,16 +263,13 @@ class MaskedGene(MaskedObjective):
     gene_rows = frozenset({"gene_bias"})
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `gene_bias`; the matrix is the gene embedding."""
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
         return ("gene_bias", "gene_embedding")
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initialize the bias to zero."""
         return zeros if name == "gene_bias" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        """Return the summed cross-entropy over the vocabulary, in chunks."""
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
@@ -294,7 +284,6 @@ class MaskedGene(MaskedObjective):
         return answers - len(SPECIAL), logits.argmax(1) == answers, entropy
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return accuracy and cross-entropy (nats) of the model and of add-one gene frequencies, and a verdict."""
         genes, correct, cross_entropy = observed
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base = float(-np.log(frequency[genes]).mean())

@@ -65,11 +65,9 @@ class NextGene(Objective):
         return (*names, "value_head", "value_out")
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initialize `start` like an embedding and the bias to zero."""
         return {"start": normal(STD), "gene_bias": zeros}.get(name)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
-        """Choose every token and every known end as a target."""
         _, place = positions(batch)
         targets = (batch.genes != PAD_TOKEN).nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
@@ -84,7 +82,6 @@ class NextGene(Objective):
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
-        """Return the summed loss of genes, values and ends, a float32 scalar."""
         before, genes = self.before(model, states, prepared), prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
         goes_on, ends = self.end_logits(model, before), self.end_logits(model, states[prepared.ends])

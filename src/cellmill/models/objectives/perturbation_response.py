@@ -44,7 +44,6 @@ class PerturbationResponse(CellDecoding):
     config: PerturbationResponseConfig
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add the decoder, `response_genes` and `response_terms`."""
         names = super().attach(model, n_tokens)
         levels, known = self.levels[self.config.perturbation_column], self.config.perturbed_genes or {}
         width = self.config.decoder_hidden or model.vector_width
@@ -58,7 +57,6 @@ class PerturbationResponse(CellDecoding):
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
-        """Weigh the hidden genes of a view of cells whose perturbation is known, and find the perturbed genes."""
         assert isinstance(batch, ViewBatch), "expected a view"
         assert batch.levels is not None, "the batch has no levels"
         numbers = batch.levels[:, [*self.levels].index(self.config.perturbation_column)]

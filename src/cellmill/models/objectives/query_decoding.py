@@ -122,7 +122,6 @@ class QueryDecoding(Objective):
         self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add the decoder."""
         self.n_genes, width = n_tokens - len(SPECIAL), self.config.decoder_hidden
         model.query_genes = with_std(nn.Embedding(n_tokens, width), 1.0)
         model.query_cell = with_std(Linear(model.vector_width, width), model.vector_width**-0.5)
@@ -135,11 +134,9 @@ class QueryDecoding(Objective):
         return ("query_genes", "query_cell", "query_layers", "query_norm", "query_out", "query_bias")
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        """Return the visible genes of each cell, and the queries."""
         return draw_queries(batch, self.tokenizer, self.config, self.n_genes, seed=seed, step=step)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
-        """Pair a view with its queries."""
         assert isinstance(batch, QueryView), "expected a view"
         weights = batch.query_weights.double()
         sums = torch.zeros(len(batch.lengths), dtype=weights.dtype).index_add(0, batch.query_cell, weights)
@@ -152,7 +149,6 @@ class QueryDecoding(Objective):
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
-        """Return the summed squared error of the queries, a float32 scalar."""
         errors = self.answers(model, states, prepared) - prepared.query_values
         return (prepared.query_weights * errors.square()).sum()
 

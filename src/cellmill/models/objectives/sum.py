@@ -77,16 +77,13 @@ class Sum(Objective):
         return tuple(names)
 
     def leaves(self) -> Mapping[str, Objective]:
-        """Return the parts."""
         return self.each
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the initial value that a part has for its parameter."""
         values = (part.initial_value(name) for part in self.each.values())
         return next((value for value in values if value is not None), None)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the view of the part that draws one."""
         for part in self.each.values():
             batch = part.view(batch, seed=seed, step=step)
         return batch
@@ -121,12 +118,10 @@ class Sum(Objective):
         return torch.stack(losses)
 
     def rows(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> tuple[torch.Tensor, ...]:
-        """Return the rows of the parts that have any, one after another."""
         pairs = zip(self.each.values(), prepared.parts)
         return tuple(rows for part, own in pairs if part.row_widths for rows in part.rows(model, states, own))
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the losses of each part's tables."""
         left, losses = iter(tables), list[torch.Tensor]()
         for part in self.each.values():
             if part.row_widths:
@@ -139,7 +134,6 @@ class Sum(Objective):
         return torch.tensor([len(tensors) for tensors in observed]), *(x for tensors in observed for x in tensors)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return the metrics of each part, as `part.metric`, and the verdicts of all."""
         metrics: dict[str, Any] = {}
         verdicts: list[Verdict] = []
         rest = iter(observed[1:])
