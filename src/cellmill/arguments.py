@@ -18,7 +18,6 @@ _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
-    """The parser of `cellmill`; `stage` is the sub-command."""
     top = argparse.ArgumentParser(prog="cellmill", description=description)
     top.add_argument("--version", action="version", version=f"cellmill {__version__}")
     stages = top.add_subparsers(dest="stage", required=True, metavar="STAGE")
@@ -352,7 +351,6 @@ def _add_given(parser: Any, section: str, *names: str) -> None:
 
 
 def add_machine(parser: Any, names: Iterable[str]) -> None:
-    """Add options of the machine."""
     for name in names:
         field = Machine.model_fields[name]
         _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)

@@ -117,7 +117,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def write_text(final: Path, text: str) -> None:
-    """Write `text` as UTF-8 to `final`, atomically."""
     with atomic_path(final) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -33,10 +33,7 @@ def convert(
     counts: str = "X",
     value_filter: str | None = None,
 ) -> None:
-    """Write the cells of `input`, a folder of the format `kind`, to `out`. Raises DataError if it is another.
-
-    The `input` of a census may be a URI; of its cells those are read that fulfil `value_filter`.
-    """
+    """Write the cells of `input`, in the format `kind`, to `out`; of a census those that fulfil `value_filter`."""
     if "://" not in str(input) and not Path(input).is_dir():
         raise DataError(f"{input}: no such folder")
     if out.suffix != ".h5ad":

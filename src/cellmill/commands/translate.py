@@ -28,10 +28,7 @@ Answers = dict[str, tuple[str, str]]
 
 
 def translate(*, file: Path, out: Path) -> None:
-    """Write the configuration `out`, and its table of datasets beside it as .tsv.
-
-    Raises ConfigError if `file` is not a configuration of scModelForge, or what became of it is refused here.
-    """
+    """Write `out`, and its table beside it as .tsv. Raises ConfigError for what is not valid there or here."""
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{out}: expected a name that ends in .yaml; its table is beside it as .tsv")
     table = out.with_suffix(".tsv")

@@ -63,10 +63,7 @@ def check_together(options: TrainOptions) -> None:
 
 
 def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
-    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over.
-
-    Of lanes that not all of several numbers of nodes can share, name a number for all.
-    """
+    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over."""
     check_together(options)
     layouts = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts]
     groups, lanes, batch = [sizes.dp for sizes in layouts], options.stream.lanes, options.train.global_batch
@@ -107,10 +104,7 @@ class Rows(Protocol):
 
 
 def check_rows(tokens: Tokens, rows: Rows, source: str, counted: bool = False) -> None:
-    """Refuse a tokenizer of cells for sequences, and the other way round; for ranks one that needs counts.
-
-    `counted` says that the objective needs counts.
-    """
+    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs counts."""
     if rows.ranked:
         choose = None if tokens.value_kind in ("none", "place") and not tokens.sequences else "rank"
         if choose is not None:

@@ -110,7 +110,6 @@ class ObsColumns(Section):
 
     @property
     def labels(self) -> list[str]:
-        """obs columns of the labels."""
         return [name for name in map(str.strip, (self.label or "").split("|")) if name]
 
     @property
@@ -126,7 +125,6 @@ class ObsColumns(Section):
 
     @property
     def roles(self) -> dict[str, str]:
-        """obs column of the file by role."""
         return {role: column for role in ROLES if (column := getattr(self, role)) is not None}
 
     @property
@@ -208,10 +206,7 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
 def read_rows(
     table: Path, known: Sequence[str], what: str = "the table of datasets", required: Sequence[str] = ()
 ) -> list[tuple[int, dict[str, str]]]:
-    """Line number and filled cells of each row. Raises ConfigError naming the line.
-
-    Empty lines are skipped. `known` are the columns that a table may have, `required` those that it must have.
-    """
+    """Line number and filled cells of each row; `known` are all columns it may have. Raises ConfigError."""
     if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
         raise ConfigError(f"{table}: expected {what}, got a {kind}")
     try:

@@ -31,7 +31,6 @@ def options_in(words: str) -> dict[str, str | bool]:
 
 
 def flags(options: Mapping[str, str | bool]) -> list[str]:
-    """Options by name as arguments of a command."""
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
@@ -118,17 +117,14 @@ class Machine(Section):
 
     @property
     def cpus(self) -> int:
-        """CPU cores requested per node."""
         return self.cpus_per_task or 2 * self.nproc_per_node
 
     @property
     def gpus_by_type(self) -> dict[str, int]:
-        """GPUs requested per node; "" for any type."""
         return gpus_in(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
 
     @property
     def gpus(self) -> int:
-        """GPUs requested per node."""
         return sum(self.gpus_by_type.values())
 
     @property
@@ -161,5 +157,4 @@ class Machine(Section):
 
     @property
     def srun_flags(self) -> list[str]:
-        """`srun_options` as arguments."""
         return flags(options_in(self.srun_options))

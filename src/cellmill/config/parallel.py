@@ -85,10 +85,7 @@ class Parallel(Section):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True if FSDP2 frees a block's gathered weights after its forward pass and gathers them again.
-
-        Not in a pipeline, which needs a stage's weights for many micro-batches at a time.
-        """
+        """True if FSDP2 frees a block's weights after its forward pass; not in a pipeline, which needs them again."""
         return self.strategy == "fsdp" and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.pp == 1
 
     @property
@@ -190,7 +187,6 @@ def nearest(wanted: int, possible: list[int]) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

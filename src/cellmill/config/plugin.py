@@ -136,10 +136,7 @@ class Plugin(Section):
 
 
 def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
-    """`{name: options}` of several choices of one contract, each validated; options and the whole may be null.
-
-    `choice` gives the options class of a name, by default that of the registry.
-    """
+    """`{name: options}` of several choices of a contract, validated; `choice` gives the class of a name."""
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")

@@ -64,7 +64,6 @@ class JobFiles:
         )
 
     def sweep_values(self, wildcards: Wildcards) -> str:
-        """File of the values of a sweep's runs."""
         return self._written("sweep", wildcards.sweep, self.swept[wildcards.sweep])
 
     @one_line()
@@ -80,14 +79,12 @@ class JobFiles:
         return str(path)
 
     def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
-        """`pattern` for each run of the sweep."""
         return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]
 
     # corpora
 
     @one_line()
     def dataset(self, wildcards: Wildcards) -> Dataset:
-        """Row of the dataset in the corpus's table."""
         table = self.datasets[wildcards.corpus]
         if wildcards.dataset not in table:
             raise ConfigError(
@@ -110,7 +107,6 @@ class JobFiles:
         return words + ["--round-counts"] * dataset.round_counts
 
     def label_maps(self, wildcards: Wildcards) -> list[str]:
-        """Files that rename labels of a dataset."""
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))
 
     def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
@@ -141,7 +137,6 @@ class JobFiles:
     # runs
 
     def of_corpus(self, pattern: str) -> Callable[[Wildcards], str]:
-        """`pattern` below the folder of the run's corpus."""
         return lambda wildcards: pattern.format(corpus=self._corpus(wildcards), **wildcards)
 
     def _corpus(self, wildcards: Wildcards) -> str:
@@ -188,7 +183,6 @@ class JobFiles:
     # evaluation
 
     def evaluated(self, pattern: str) -> Callable[[Wildcards], list[str]]:
-        """`pattern` for each dataset the run is evaluated on."""
 
         def files(wildcards: Wildcards) -> list[str]:
             names, corpus = self.workflow.evaluated_on(wildcards.run), self._corpus(wildcards)
@@ -197,7 +191,6 @@ class JobFiles:
         return files
 
     def evaluated_steps(self) -> list[str]:
-        """Evaluations of kept checkpoints, by `evaluate_steps`."""
         return [
             f"results/runs/{name}/steps/{step}/evaluate/metrics.json"
             for name, run in self.runs.items()

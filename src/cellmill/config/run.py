@@ -231,7 +231,6 @@ class Train(Section):
         return defaults | own
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
     @model_validator(mode="after")

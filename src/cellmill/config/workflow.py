@@ -58,10 +58,7 @@ class Sweep(Section):
 
 
 def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
-    """Runs of all sweeps, as written in a configuration, and for each sweep and run its values by axis.
-
-    `taken` are the runs that the configuration has beside them. Raises ConfigError naming the sweep and the option.
-    """
+    """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises ConfigError."""
     runs: dict[str, Any] = {}
     values: dict[str, dict[str, dict[str, Any]]] = {}
     for name, sweep in _mapping(sweeps, "sweep").items():
@@ -92,7 +89,6 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def _points(axis: str, given: Any, where: str) -> Iterator[Point]:
-    """Points of one axis."""
     where = f"{where}.over.{axis}"
     if isinstance(given, dict) and given:
         for label, options in given.items():
@@ -256,7 +252,6 @@ class Workflow(Section):
         return self
 
     def _refuse_circle(self, name: str, key: str) -> None:
-        """Refuse a run that is its own ancestor by option `key`."""
         chain = [name]
         while (parent := getattr(self.runs[chain[-1]], key)) in self.runs:
             if parent in chain:
@@ -292,7 +287,6 @@ class Workflow(Section):
                 raise ValueError(f"runs.{name}.{key}: expected {of_trunk}, as its trunk {run.trunk}, got {own}")
 
     def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Values by axis of each run of each sweep."""
         written = {name: sweep.model_dump() for name, sweep in self.sweep.items()}
         return expand(written, {})[1]
 
@@ -351,10 +345,7 @@ class Workflow(Section):
         return getattr(self, owners[0]) if owners else {}
 
     def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
-        """JSON-able {section: options} that `stage` reads, for the corpus or run called `name`.
-
-        With a dataset, its own options replace the corpus's.
-        """
+        """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a dataset."""
         owner = self.entries(stage).get(name or "", self)
         sections = {section: getattr(owner, section) for section in OPTIONS[stage].model_fields}
         if dataset is not None and "preprocess" in sections:

@@ -50,7 +50,6 @@ class AdaptedLinear(nn.Module):
         return product.T if is_transposed(self.base) else product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
         out: torch.Tensor = self.base(x) + self.scale * self.b(self.a(x))
         return out
 
@@ -103,7 +102,6 @@ class Lora(Method):
 
     @torch.no_grad()
     def merge(self, model: Model) -> None:
-        """Add each adapter's product to its layer, in float32."""
         for path in self.paths:
             adapted: Any = model.get_submodule(path)
             adapted.base.weight += adapted.product

@@ -66,7 +66,6 @@ class Method:
 
 
 def load_method(config: MethodConfig) -> Method:
-    """Return the method that these options choose."""
     method: Method = config.load()(config)
     return method
 
@@ -100,12 +99,10 @@ class Depth:
 
     @classmethod
     def of(cls, model: Model) -> Self:
-        """Return the depth of a whole model."""
         plan, heads = model.plan, frozenset(model.heads or ())
         return cls(heads, model.behind_blocks(), plan.blocks, len(list(model.get_submodule(plan.blocks).children())))
 
     def is_head(self, name: str) -> bool:
-        """Return whether a parameter belongs to a head."""
         return name.split(".")[0] in self.heads
 
     def level(self, name: str) -> int:
@@ -124,10 +121,7 @@ class GroupRate(NamedTuple):
 
 
 def group_rates(method: Method, model: Model) -> dict[str, GroupRate]:
-    """Return the rates of `heads` and `trunk`, or of `heads`, `embeddings` and each `block_N`, where they differ.
-
-    Empty where all parameters train at the scheduled rate. `model` is whole, and `method` has transformed it.
-    """
+    """Return the rates of heads, trunk, embeddings and `block_N`, where they differ; empty if all are alike."""
     depth, trains = Depth.of(model), trained_names(method, model)
     rates: dict[str, GroupRate] = {}
     for name in (plain_name(name) for name, _ in model.named_parameters()):

@@ -115,10 +115,7 @@ def attention(
     lengths: list[int],
     causal: bool = False,
 ) -> torch.Tensor:
-    """(T, h, d) each -> (T, h, d): attend from each token to all tokens of its cell, if `causal` to itself and earlier.
-
-    `cu_seqlens` and `lengths` are those of the `Batch`.
-    """
+    """(T, h, d) each -> (T, h, d): each token attends to its cell's, if `causal` to itself and earlier ones."""
     if not lengths:
         return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
     suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

@@ -36,10 +36,7 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
 
 
 def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
-    """Pad `batch` to `tokens` with `<pad>` tokens, in cells of their own at the end.
-
-    They attend only to each other and are never targets, so they change no loss and no gradient.
-    """
+    """Pad to `tokens` by cells of `<pad>` at the end, which are no targets and attend only to each other."""
     more = tokens - len(batch.genes)
     if not more:
         return batch
@@ -54,10 +51,7 @@ def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
 
 
 def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
-    """Put `before` tokens of id `token` before those of each cell and `after` behind them, with value and count 0.
-
-    They are added before a batch is padded, so that layouts count them.
-    """
+    """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and count 0."""
     more, cell = before + after, positions(batch)[0]
     at = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
     cells = torch.arange(len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
@@ -74,10 +68,7 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Copy the CPU tensors of a dataclass to `device`, with those of dataclasses in it; each tensor once.
-
-    Copies to a GPU use pinned memory and do not block.
-    """
+    """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not blocking."""
     return value if device.type == "cpu" else _copied(value, device, {})
 
 
@@ -112,10 +103,7 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
-    """The tokens that an encoder is given, without counts and numbers: base of what objectives for encoders prepare.
-
-    `genes` are `<mask>` and `values` 0 where they are hidden.
-    """
+    """The tokens that an encoder is given, without counts; where hidden, `genes` are `<mask>` and `values` 0."""
 
     value_hidden: torch.Tensor  # (tokens,) bool
     center: torch.Tensor  # (cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers
@@ -125,10 +113,7 @@ class EncoderBatch(Batch):
 
     @classmethod
     def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:
-        """Return the batch with nothing hidden, unless fields in `own`, the subclass's among them, hide it.
-
-        `keys`, seed and step, key the dropout; None where there is no dropout, as in evaluation.
-        """
+        """Return the batch, with hidden what `own` hides; `keys`, seed and step, key the dropout (None: no dropout)."""
         cell, place = positions(batch)
         visible = torch.ones_like(place, dtype=torch.bool)
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}

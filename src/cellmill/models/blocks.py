@@ -19,7 +19,6 @@ class Entry(nn.Module):
     """Identity at which sequence parallel shards the tokens that enter the blocks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, …) -> (T, …)."""
         return x
 
 

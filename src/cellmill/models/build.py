@@ -29,15 +29,11 @@ class ModelSpec:
 
     @classmethod
     def of(cls, options: TrainOptions, n_genes: int, levels: Mapping[str, Sequence[str]] | None = None) -> Self:
-        """Return the specification of a run's model over `n_genes` genes."""
         return cls(options.model, options.objective, options.tokens, n_genes, levels or {})
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
-    """Return the whole model on the meta device, changed by `transform`, with its initial values known by name.
-
-    Raises ConfigError for sizes that no tensor can have.
-    """
+    """Return the whole model on the meta device, changed by `transform`. Raises ConfigError for impossible sizes."""
     try:
         with torch.device("meta"):
             objective = spec.objective.load()(spec.objective, spec.tokens)

@@ -51,10 +51,7 @@ class CovariatePrefix:
         self.unknown_frac = tokens.covariate_unknown_frac
 
     def before(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
-        """Return `batch` with a token per column before the genes of each cell.
-
-        With `keys`, seed and step, levels become unknown with probability `tokens.covariate_unknown_frac`.
-        """
+        """Return `batch` with a token per column before each cell; `keys`, seed and step, draw unknown levels."""
         device, n_columns = batch.genes.device, len(self.columns)
         rows = self._numbers(batch, keys) + torch.tensor(self.first_rows, device=device)
         more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
@@ -196,7 +193,6 @@ class TokenEncoder(CellEncoder):
         return self.first_blocks(x, prepared, len(self.blocks))
 
     def first_blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:
-        """Apply the first `number` blocks."""
         token_keys = self.enter_keys(prepared.token_keys)
         for block in list(self.blocks)[:number]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)

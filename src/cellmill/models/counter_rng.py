@@ -12,10 +12,7 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
-    """Return 63 random bits as non-negative int64 for each element of the broadcast keys.
-
-    Keys are int64 tensors or ints, at least one a tensor.
-    """
+    """Return 63 random bits as non-negative int64 for each element of the broadcast keys, at least one a tensor."""
     return _shift(keyed_state(*keys), 1)
 
 
@@ -29,10 +26,7 @@ def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
 
 
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
-    """Apply dropout to `x` (tokens, width) with probability `p`; the mask depends on (state, column).
-
-    `states`, (tokens,) int64, are `keyed_state`s of the token and the layer: no two layers share a mask.
-    """
+    """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer, and column."""
     columns = torch.arange(x.shape[1], device=x.device)
     kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)
     return x * kept.to(x.dtype) / (1 - p)

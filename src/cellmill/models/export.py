@@ -54,12 +54,10 @@ class WeightsFile:
         return bool(self._file.get_slice(name).get_dtype() == "F32")
 
     def read(self, name: str, part: Part) -> torch.Tensor:
-        """Return the elements of `part`."""
         with self._named():
             return self._file.get_slice(name)[part or ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of every tensor, and all of it."""
         with self._named():
             for name in self.names:
                 yield name, self._file.get_tensor(name)
@@ -88,10 +86,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
-    """Return the exported model in `folder`, on the CPU in eval mode, its vocabulary, and its config.json.
-
-    Raises DataError if a file is missing, damaged, or of another model.
-    """
+    """Return the exported model in eval mode, its vocabulary, and config.json. Raises DataError if unusable."""
     config_path, genes_path, weights = (folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS))
     config = read_model_config(config_path)
     vocabulary = Vocabulary.read(genes_path)
@@ -151,7 +146,6 @@ def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
 
 
 def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Options that are numbers of layers or widths, at any depth."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
@@ -160,7 +154,6 @@ def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
-    """Return the specification of the model in a config.json."""
     sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
     parsed = {name: check_options(kind, config[name], f"config.json: {name}") for name, kind in sections}
     levels = {name: tuple(known) for name, known in config.get("levels", {}).items()}
@@ -229,10 +222,7 @@ class _Source:
         self.levels: dict[str, list[str]] = read_model_config(folder / "config.json").get("levels", {})
 
     def rows(self, name: str, empty: torch.Tensor, part: Part) -> torch.Tensor | None:
-        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the tensor.
-
-        A scalar has one row.
-        """
+        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the tensor."""
         if name not in self.file.names:
             return None
         theirs, rows = self.file.shape(name), None

@@ -87,10 +87,7 @@ class Model(nn.Module):
         return self.objective.prepare(batch, seed=seed, step=step)
 
     def forward(self, prepared: Any) -> torch.Tensor:
-        """Return the loss summed over the targets, a float32 scalar; 0 with zero gradients for an empty batch.
-
-        Of an objective with parts, the loss of each part, (parts,).
-        """
+        """Return the loss summed over the targets, float32, () or (parts,); 0 for an empty batch."""
         return self.finish(self.through(self.begin(prepared), prepared), prepared)
 
     def begin(self, prepared: Any) -> torch.Tensor:

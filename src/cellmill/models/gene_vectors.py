@@ -43,10 +43,7 @@ class GeneVectors(nn.Module):
 
 
 def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) -> None:
-    """Add `gene_vectors` to a family's model, and what layouts, training and `init_from` have to know of it.
-
-    Without vectors, the attribute is None.
-    """
+    """Add `gene_vectors` to a family's model, or None, and what layouts and `init_from` have to know of it."""
     if config.gene_vector_dim is None:
         model.gene_vectors = None
         return
@@ -73,10 +70,7 @@ class VocabularyVectors:
 
 
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> VocabularyVectors:
-    """Return the vectors in `path` of the genes of a vocabulary, found by Ensembl id, or else by symbol.
-
-    Raises DataError for a file that cannot be used, ConfigError for another length than `dim`.
-    """
+    """Return vectors found by Ensembl id or symbol. Raises DataError, or ConfigError for another length."""
     names, vectors = _read(path)
     if vectors.ndim != 2 or not vectors.is_floating_point():
         raise DataError(
@@ -115,7 +109,6 @@ def _rows_of(path: Path, names: Sequence[str], vocabulary: Vocabulary) -> torch.
 
 
 def _read(path: Path) -> tuple[list[str], torch.Tensor]:
-    """Names and vectors in the order of the file."""
     if path.suffix not in KINDS:
         raise ConfigError(f"model.gene_vectors: {path}: expected a file {' or '.join(KINDS)}")
     if not path.is_file():

@@ -31,10 +31,7 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
-    """Upload the files of a model folder in one commit, with `card` as README.md; return the commit's URL.
-
-    The folder is loaded first. The repository is made if there is none. Raises UserError.
-    """
+    """Upload a model folder, loaded first, in one commit with README.md `card`; return its URL. Raises UserError."""
     name, revision = split_name(repo)
     if not (token := _token()):
         raise ConfigError(
@@ -83,7 +80,6 @@ def split_name(repo: str) -> tuple[str, str | None]:
 
 
 def _download(repo: str, folder: Path) -> str:
-    """Download a model, and check it before it has its final name."""
     name, revision = split_name(repo)
     with _named(name):
         commit = HfApi(token=_token()).model_info(name, revision=revision).sha

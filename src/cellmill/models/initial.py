@@ -74,10 +74,7 @@ def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Gene
 
 
 def initial_values(model: nn.Module) -> dict[str, Fill]:
-    """Return the function that fills each parameter and buffer of the whole `model`, by name.
-
-    Raises TypeError for the first one without an initial value.
-    """
+    """Return the function that fills each parameter and buffer, by name. Raises TypeError if one has none."""
     fills = {}
     for path, module in model.named_modules():
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

@@ -43,7 +43,6 @@ class Padded(nn.Module):
         self.model = model
 
     def forward(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(cells, tokens) each -> (cells, width)."""
         return self.model.embed_padded(genes, values)
 
 

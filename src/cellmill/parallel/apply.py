@@ -82,10 +82,7 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights that a forward pass without a backward pass left unsharded. No communication.
-
-    Until then `named_parameters` yields the unsharded ones, which the optimizer does not know.
-    """
+    """Free weights that a forward pass alone left gathered, which no optimizer knows. No communication."""
     for module in _fsdp_modules(model):
         module.reshard()
 
@@ -128,10 +125,7 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
-    """Compile `methods` of each block of the ModuleList `blocks`, for any number of tokens. In place.
-
-    Compilation starts at the first step, and again for each variant: evaluation, an empty batch.
-    """
+    """Compile `methods` of each block for any number of tokens, in place; a variant at its first step."""
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
     # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
     variants = 8 * len(modules)
@@ -163,10 +157,7 @@ leave
 
 
 def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh) -> None:
-    """Shard the modules that `styles` names (`*` is any block) over the axis `tp`. In place, also on the meta device.
-
-    tp = 1 leaves the model as it is.
-    """
+    """Shard the modules in `styles` (`*` is any block) over axis `tp`, in place; tp = 1 changes nothing."""
     if parallel.tp == 1:
         return
     share, whole = Shard(0), Replicate()
@@ -205,10 +196,7 @@ def parallelize(
     stage: int = 0,
     trains: Callable[[str], bool] | None = None,
 ) -> None:
-    """Lay out a whole `Model` over `mesh` by its `plan`, in place, on the meta device.
-
-    Keeps pipeline stage `stage`; `trains` says whether the parameter with a plain name trains, None trains all.
-    """
+    """Lay out a whole `Model` by its `plan`, in place, and keep pipeline stage `stage`; `trains` None trains all."""
     plan: Any = model.plan
     if parallel.pp > 1:
         keep_stage(model, stage, parallel.stages)

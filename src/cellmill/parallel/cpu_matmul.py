@@ -33,7 +33,6 @@ class Linear(nn.Linear):
     """`nn.Linear` through oneDNN for float32 on a CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(M, in) -> (M, out)."""
         autocast = autocast_dtype(input) is not None
         if autocast or isinstance(self.weight, DTensor) or not _use_onednn(input, self.weight):
             return F.linear(input, self.weight, self.bias)

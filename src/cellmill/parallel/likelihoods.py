@@ -62,7 +62,6 @@ class _Answers:
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """See `chunked_loss.Targets`."""
         answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
         inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
 
@@ -84,7 +83,6 @@ class _Profiles:
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """See `chunked_loss.Targets`."""
         n, rows = logits.shape
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
         dense = torch.zeros_like(logits)
@@ -171,7 +169,6 @@ class _Counts:
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """See `chunked_loss.Targets`."""
         n, n_rows = logits.shape
         chunk = slice(self.ends[start], self.ends[start + n])
         rows, counts = self.genes[chunk] - self.first_row, self.counts[chunk]
@@ -186,10 +183,7 @@ class _Counts:
 def _loss_and_gradients(
     logits: torch.Tensor, inverse: torch.Tensor, targets: _Entries, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of float32 `logits` (n, V), and its gradient (V,) to `log(inverse)`.
-
-    The logits become their own gradient in place.
-    """
+    """Return the loss of float32 `logits` (n, V), which become their gradient, and that (V,) to log(inverse)."""
     n, n_rows = logits.shape
     _subtract_maximum(logits, group)
     normalizer = logits.exp().sum(1)

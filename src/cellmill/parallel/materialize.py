@@ -83,7 +83,6 @@ def is_all(part: Part) -> bool:
 
 
 def positions(index: slice | list[int], n: int) -> torch.Tensor:
-    """Return the positions, int64, that `index` chooses of `n`."""
     return torch.arange(n)[index]
 
 

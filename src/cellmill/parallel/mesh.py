@@ -62,10 +62,7 @@ class Mesh:
 
 
 def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
-    """Return the mesh over the initialised default process group. Collective: every rank.
-
-    Raises ConfigError when the number of ranks does not fit the strategy, tp or pp.
-    """
+    """Return the mesh over all ranks. Collective. Raises ConfigError if they do not fit strategy, tp or pp."""
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
     devices = init_device_mesh(
@@ -90,10 +87,7 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON-able `value` of every rank, in their order. Collective: every rank of `group`, None for all.
-
-    The group's backend communicates on `device`.
-    """
+    """Return every rank's JSON-able `value`, by rank. Collective over `group` (None: all), which uses `device`."""
 
     def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
         # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions

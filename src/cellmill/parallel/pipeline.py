@@ -109,7 +109,6 @@ class PipelineModel(StepModel):
         return (x,)
 
     def _process_of(self, stage: int) -> int | None:
-        """Return the global rank that holds `stage`, None for this rank."""
         rank = process_of(stage, self.parallel)
         return None if stage in self.stages.numbers else dist.get_global_rank(self.group, rank)
 
@@ -175,7 +174,6 @@ def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramete
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's gradient, zeros where no loss reached the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -37,14 +37,12 @@ class _Made:
     """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
 
     def release(self) -> None:
-        """Free the receive buffers."""
         for received in self._received():
             buffer = received.buffer
             self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
             received.buffer = None
 
     def restore(self, device: torch.device) -> None:
-        """Allocate them again."""
         for received, like in self.shapes:
             # torch 2.11 marks the buffer of an activation when the schedule is made, later versions in each step
             received.buffer = torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
@@ -67,7 +65,6 @@ class Schedules:
         self._in_use: _Made | None = None
 
     def __len__(self) -> int:
-        """Return the number of schedules made so far."""
         return len(self._made)
 
     def of(self, micro_batches: int, tokens: int) -> Any:
@@ -119,11 +116,9 @@ class PipelineStages(nn.Module):
 
     @property
     def objective(self) -> Any:
-        """The objective of the model."""
         return self.parts[0].objective
 
     def view(self, batch: object, *, seed: int, step: int) -> Any:
-        """Call `Model.view`, as `prepare`."""
         return any_part(self).view(batch, seed=seed, step=step)
 
     def prepare(self, batch: object, *, seed: int, step: int) -> Any:

@@ -29,10 +29,7 @@ class StepModel(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Return the loss summed over this rank's micro-batches, a float64 scalar or (parts,).
-
-        Collective: every rank, with the same number of micro-batches.
-        """
+        """Return the loss summed over this rank's micro-batches, float64, () or (parts,). Collective: every rank."""
 
     @abstractmethod
     def forward_backward(

@@ -4,7 +4,6 @@ Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links rea
 Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
 reductions, activations sent between pipeline stages, and gradients of a pipeline (sent at its end) overlap with
 nothing.
-
 """
 
 import math
@@ -52,7 +51,6 @@ def amount(n_bytes: float) -> str:
 
 
 def layout_words(sizes: dict[str, Any]) -> str:
-    """Return a short description of a layout."""
     kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
     tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
     pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
@@ -119,10 +117,8 @@ def step_time(
     cells: float,
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step in which each rank takes `cells` cells of `tokens` tokens and `pairs` (query, key)
-    pairs in total, padded.
-
-    `traffic` is that of the rank that sends the most, `flops_per_s` what computation reaches.
+    """Return the duration of a step of padded `cells`, `tokens` and (query, key) `pairs` on each rank, with the
+    `traffic` of the rank that sends the most, where computation reaches `flops_per_s`.
     """
     block_flops = 0.0  # of a block that is recomputed
     if model.parallel.activation_checkpointing is not None:
@@ -141,7 +137,6 @@ def step_time(
 def _exposed(
     model: PlannedModel, traffic: Sequence[Traffic], network: Network, compute_s: float, micro_batches: float
 ) -> float:
-    """Seconds of communication that no computation overlaps."""
     others = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
     gathered, reduced = (
@@ -174,7 +169,6 @@ class Cost:
 
 
 def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory) -> Cost:
-    """Estimate a run that needs `memory` per process."""
     model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)

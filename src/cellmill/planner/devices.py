@@ -25,7 +25,6 @@ class Device:
     tf32_flops: float | None = None
 
     def flops(self, parallel: Parallel) -> float | None:
-        """Return FLOP/s in the number format of `parallel`."""
         if parallel.half_precision:
             return self.bf16_flops
         return self.tf32_flops or self.fp32_flops if parallel.tf32 else self.fp32_flops

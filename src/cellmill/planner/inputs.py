@@ -40,14 +40,12 @@ class CorpusFacts:
         return slice(self.options.stream.train_cells(self.shards.splits["train"].n_obs))
 
     def cells_by_level(self, column: str) -> dict[str, int]:
-        """Number of training cells of each level."""
         levels = self.shards.levels({column: "objective"})
         numbers = CellColumns(self.shards, "train", "levels", levels)[self._train_cells()]
         counts = np.bincount(numbers[:, 0], minlength=len(levels[column]) + 1)[1:].tolist()
         return {level: n for level, n in zip(levels[column], counts) if level != MISSING}
 
     def moments(self, column: str) -> tuple[float, float]:
-        """Mean and standard deviation of a column of numbers."""
         option = self.options.number_columns()[column]
         self.shards.fingerprint_with((), {column: option})  # names a column that is not there
         numbers = CellColumns(self.shards, "train", "numbers", [column])
@@ -70,10 +68,7 @@ class CorpusFacts:
 
 
 def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOptions:
-    """Return the options with what tokenizer and objective take from the vocabulary and the training cells.
-
-    Raises DataError if the vocabulary has no quantiles for the tokenizer.
-    """
+    """Return the options fitted to the vocabulary and the training cells. Raises DataError without quantiles."""
     tokens = options.tokens
     if tokens.needs_quantiles:
         quantiles = Vocabulary.read(vocabulary).quantiles

@@ -63,7 +63,6 @@ class Stage:
         return Counts(self.blocks, self.first, self.last, parameters, trained, ends, ends_trained)
 
     def flops(self, tokens: float, pairs: float, cells: float) -> float:
-        """See `ModelSize.flops`."""
         return self.size.flops(tokens, pairs, cells, self.blocks, self.first, self.last)
 
     def activations(self, per_block: float) -> float:
@@ -194,10 +193,7 @@ def _host_copies(model: PlannedModel, copies: int) -> int:
 
 
 def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
-    """Return the memory of the rank that needs the most.
-
-    A step has at most `micro_batches` micro-batches, the largest of `micro_tokens` tokens.
-    """
+    """Return the memory of the rank that needs most, with `micro_batches` of at most `micro_tokens` tokens."""
     ranks = (memory_of(model, rank, micro_tokens, micro_batches) for rank in range(model.layout.pp))
     return max(ranks, key=lambda memory: memory.total)
 
@@ -312,7 +308,6 @@ class Traffic:
 
     @property
     def intra_node_bytes(self) -> float:
-        """Bytes sent to processes of the same node."""
         return self.sent_bytes - self.inter_node_bytes
 
 
@@ -353,7 +348,6 @@ def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: flo
 
 
 def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
-    """Weights and gradients between ranks that read different cells."""
     own, parallel = model.counts(rank), model.parallel
     gradients = FLOAT32 * own.trained
     if not model.is_sharded:
@@ -371,7 +365,6 @@ def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches:
 
 
 def _tensor_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
-    """Activations between ranks that share the matrices."""
     size, own, n_bytes = model.size, model.counts(rank), model.element_bytes * tokens
     outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
     ends = (own.first and size.begin.sums_per_token > 0) + (own.last and size.finish.sums_per_token > 0)

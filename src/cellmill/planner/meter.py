@@ -56,10 +56,7 @@ class Window:
         )
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Peak of the bytes alive at once, above those alive at the start.
-
-        Storages allocated in the window, still alive, and with a key in `without` are left out.
-        """
+        """Peak of live bytes above the start's; storages that stay, with a key in `without`, are left out."""
         changes: dict[int, int] = {}
         for storage in self.allocations:
             born, died = storage.born, storage.died

@@ -43,10 +43,7 @@ Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user,
 
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """Return the processes that `machine` gives a run; the fewest of a range of nodes, which need the most memory.
-
-    Their memory is as configured, the device's, or a share of this machine's.
-    """
+    """Return the processes that `machine` gives a run; of a range of nodes the fewest, which need most memory."""
     if memory_gb := options.plan.memory_gb or device_named(device).memory_gb:
         whole = round(memory_gb * GB)
     else:
@@ -263,7 +260,6 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
 
 
 def sections(suggested: PlanOptions, options: PlanOptions) -> str:
-    """Return the YAML of what a suggestion sets."""
     defaults = Parallel.model_validate({}).model_dump(mode="json")
     named = {"strategy", "sharding_strategy"} if suggested.parallel.strategy == "fsdp" else {"strategy"}
     chosen = suggested.parallel.model_dump(mode="json").items()
@@ -302,10 +298,7 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
 
 
 def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """Return the planned memory of one process, and the first change after which it needs a fifth less.
-
-    `record` is the content of run.json, `device` a type: a CPU has no other memory to offload to.
-    """
+    """Return the planned memory of a process, and the first change after which it needs a fifth less."""
     planned = PlanOptions.model_validate({**dict(options), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes).all

@@ -103,10 +103,7 @@ _measured: dict[tuple[str, int, bool], ModelSize] = {}
 def measure(
     spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False, finetune: MethodConfig | None = None
 ) -> ModelSize:
-    """Return the sizes of a model, as `finetune` changes and freezes it, on one of `tp` tensor-parallel ranks. Cached.
-
-    With tp > 1 this process must have no default process group: a fake one is created and destroyed.
-    """
+    """Return a model's sizes on one of `tp` ranks, cached. With tp > 1 there must be no default process group."""
     key = (repr((spec, finetune)), tp, sequence_parallel)
     if key in _measured:
         return _measured[key]
@@ -302,6 +299,5 @@ def _prepared(model: Model, batch: Batch, multiple: int) -> Any:
 
 
 def _gradients(model: Model) -> frozenset[int]:
-    """Storages of the parameters' gradients, which are counted with the parameters."""
     gradients = (_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
     return frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients)

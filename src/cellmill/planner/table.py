@@ -19,7 +19,6 @@ DEFAULT_BATCH, DEFAULT_LR = (float(Train.model_fields[name].default) for name in
 
 
 def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost) -> dict[str, Any]:
-    """Return plan.json without its entries about the corpus."""
     work, time = cost.work, cost.time
     collectives = [
         {**asdict(part), "intra_node_bytes": part.intra_node_bytes, "inter_node_bytes": part.inter_node_bytes}
@@ -61,9 +60,8 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
 
 
 def scaled_lr(train: Train) -> list[float] | None:
-    """The default `lr` scaled from the default `global_batch` to the run's: by the square root of their ratio, as for
-    Adam (Malladi et al. 2022), and in proportion, as for SGD (Goyal et al. 2017). None with the default batch or
-    another `lr`.
+    """Scale the default `lr` to the batch: by its square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et
+    al. 2017). None with the default batch or another `lr`.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     return None if train.lr != DEFAULT_LR or ratio == 1 else [train.lr * math.sqrt(ratio), train.lr * ratio]

@@ -76,7 +76,6 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
-    """Return the work of a run in the layout `sizes`."""
     train, parallel, n_cells = options.train, options.parallel, cells.n
     epoch = epoch_of(options, n_cells)
     steps = train.total_steps(epoch.steps_per_epoch)

@@ -171,10 +171,7 @@ def _classifier(
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
-    """Manifest of the shards that a run was trained on; None, and why, if they are gone or others by now.
-
-    A relative path is of the folder that the training was started in, often one above the run's.
-    """
+    """Manifest of the shards that a run was trained on, also above its folder; or None, and why."""
     record = train / "run.json"
     if not record.exists():
         return None, f"{record} is missing, which names the shards"
@@ -220,7 +217,6 @@ def _calibration_line(classifier: dict[str, Any]) -> str:
 
 
 def _listed(options: dict[str, Any], name: str) -> str:
-    """Options that are set and fit into a row of the card, without `name`."""
     given = {key: value for key, value in options.items() if value is not None and not isinstance(value, dict)}
     return ", ".join(f"{key} {value}" for key, value in given.items() if key != name)
 

@@ -38,10 +38,7 @@ def plan(
     cells: int = 1_000_000,
     genes: int = 20_000,
 ) -> None:
-    """Print the plan and write it to `out`, plan.json; with `suggest` print the best layouts instead.
-
-    Without a `manifest`, `cells` cells over `genes` genes are assumed. Raises ConfigError if the run cannot work.
-    """
+    """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells. Raises ConfigError."""
     device = device.lower()
     if manifest is None:
         corpus, fingerprint = _assumed(options, cells, genes), None

@@ -35,10 +35,7 @@ def with_shares(
     mesh: Mesh,
     global_batch: int,
 ) -> list[Any]:
-    """Return a step's micro-batches with their `shares` in the loss of the global batch, if the objective has rows.
-
-    Collective: every rank, with the same number of micro-batches.
-    """
+    """Return a step's micro-batches with their `shares`, if the objective has rows. Collective: every rank."""
     objective = model.objective
     if not objective.row_widths:
         return prepared
@@ -71,7 +68,6 @@ def shares_of(
 
 
 def _kept_rows(model: Model | PipelineStages, parallel_model: StepModel, prepared: list[Any]) -> list[Rows]:
-    """Rows of each micro-batch; none but on the last pipeline stage."""
     last = last_part(model)
     kept: list[Rows] = []
     if last is not None:

@@ -77,10 +77,7 @@ def write_index(folder: Path, metadata: Metadata) -> None:
 
 
 def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
-    """Return the index of a checkpoint as DCP has it, reduced to what `tensors`, in mappings of any depth, need here.
-
-    None keeps all of it. Raises DataError if it is missing or damaged.
-    """
+    """Return the index as DCP has it, of what `tensors` (None: all) need on this rank. Raises DataError."""
     path = folder / INDEX
     if not path.exists():
         raise DataError(f"{folder}: no {INDEX}; expected a checkpoint of this version, train the run again")
@@ -163,7 +160,6 @@ class _DigestingWriter(dcp.FileSystemWriter):
     """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0 writes the index."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's files and their digests."""
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.wait()}:
             file = Path(self.path) / name
@@ -171,7 +167,6 @@ class _DigestingWriter(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write DCP's metadata, for other readers, and the index."""
         super().finish(metadata, results)
         write_index(Path(self.path), metadata)
 

@@ -52,10 +52,7 @@ def error_line(error: BaseException, folder: Path) -> str | None:
 
 
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
-    """Write the error's line for the launcher.
-
-    An error that another rank's end may have caused goes to a file of its own, which counts if no rank says more.
-    """
+    """Write the error's line for the launcher; what another rank may have caused goes to a file of its own."""
     connection = error_file.with_name(CONNECTION)
     if (line := error_line(error, folder)) is not None:
         _leave_line(error_file, line)
@@ -100,7 +97,6 @@ def _process_group_line(error: BaseException) -> str:
 
 
 def _collective(error: BaseException) -> str | None:
-    """Return the name of torch.distributed's function that raised the error; None if none did."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__), None)
 
@@ -110,7 +106,6 @@ def _who() -> str:
 
 
 def _advice(error: BaseException, folder: Path) -> str:
-    """Return the plan's first remedy, or a general one where planning failed."""
     traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
     device = "cuda" if torch.cuda.is_available() else "cpu"
     line = ask(folder / "run.json", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
@@ -151,7 +146,6 @@ class HangWatch:
         self.passed += 1
 
     def joined(self) -> None:
-        """Note that all ranks have joined the process group."""
         self._has_joined = True
         self.at("the start")
 
@@ -166,7 +160,6 @@ class HangWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()

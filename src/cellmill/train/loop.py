@@ -61,14 +61,10 @@ class LossParts:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
 
     def targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the divisors of a step's global number of targets, () or (parts,) int64.
-
-        A part may lack targets where another has some: its loss is then 0, not 0 / 0.
-        """
+        """Return the divisors, () or (parts,) int64: a part without targets has loss 0, not 0 / 0."""
         return targets.clamp(min=1) if self.names else targets
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of mean losses, () or (parts,)."""
         return (losses * self.weights).sum()
 
     def logged(self, losses: torch.Tensor) -> torch.Tensor:
@@ -116,22 +112,8 @@ class StepReport:
 class Trainer:
     """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
-    Parameters
-    ----------
-    options, folder, mesh
-        Options and folder of the run, and its mesh.
-    model
-        What this rank holds, after `materialize`.
-    spec, size
-        The whole model, and its sizes, for FLOPs in the log.
-    streams
-        Training cells and validation cells.
-    saved_with
-        Identity and fingerprint, saved in every checkpoint.
-    batch_column
-        Column of the levels of validation cells whose share of the embedding is logged.
-    stop, watch
-        Of this process.
+    `model` is what this rank holds, after `materialize`; `spec` and `size` are of the whole model. `streams` have the
+    training and the validation cells, `batch_column` the batches of the latter. `saved_with` is in every checkpoint.
     """
 
     def __init__(
@@ -205,7 +187,6 @@ class Trainer:
                 write_json(self.folder.path / "status.json", value)
 
     def close(self) -> None:
-        """Close the profile and the streams."""
         if self.profile is not None:
             self.profile.close()
         for stream in (self.train_stream, self.val_stream):
@@ -213,10 +194,7 @@ class Trainer:
                 stream.close()
 
     def run(self) -> bool:
-        """Train to the last step, or until patience is over.
-
-        Returns True when done, False when stopped by a signal; both save the state.
-        """
+        """Train to the last step, or until patience is over; False when a signal stopped it. Both save the state."""
         self._clock = self._saved_at = time.perf_counter()
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
@@ -246,7 +224,6 @@ class Trainer:
         return True
 
     def _step(self, batches: Iterator[list[Batch]]) -> StepReport:
-        """Run one optimizer step."""
         began = time.perf_counter()
         with self._part("data", "data loading"):
             read = next(batches)

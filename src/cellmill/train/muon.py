@@ -109,7 +109,6 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step over all parameters."""
         assert closure is None, "closures are not supported"
         every = self.param_groups
         for group, shared in zip((group for group in every if group.get("matrices")), self._shared):

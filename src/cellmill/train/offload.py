@@ -58,7 +58,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step over all parameters with a gradient."""
         assert closure is None, "closures are not supported"
         trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # copied before the gradients
@@ -116,5 +115,4 @@ def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _needs_copy(shard: torch.Tensor) -> bool:
-    """Return True if the CPU needs a copy of the shard to work on."""
     return shard.device.type != "cpu"

@@ -30,7 +30,6 @@ from cellmill.parallel.torch_private import move_all
 
 
 def adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
-    """Return torch's AdamW."""
     return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
 

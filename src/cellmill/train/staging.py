@@ -97,10 +97,7 @@ class Staging:
 
 
 def verify_shards(manifest: Manifest, device: torch.device) -> None:
-    """Hash the shards whose size or time is not as in verified.json beside the manifest, and write that file.
-
-    Collective: every rank, each with an equal part of the shards. Raises DataError naming a damaged shard.
-    """
+    """Hash shards that verified.json does not know. Collective. Raises DataError naming a damaged shard."""
     own = files_of_training(manifest)[dist.get_rank() :: dist.get_world_size()]
     unknown = unverified(manifest, own)
     verify(manifest, unknown)
@@ -131,10 +128,7 @@ class NodeGpus:
 
 
 def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
-    """Return cuda or cpu for the whole training. Raise UserError if GPUs are wanted or seen, but not one per process.
-
-    `wanted` is `Machine.wanted_device`: cuda, cpu or auto.
-    """
+    """Return cuda or cpu for all nodes. Raises UserError if GPUs are wanted or seen, but not one per process."""
     if wanted == "cpu" or (wanted == "auto" and not any(node.gpus for node in nodes)):
         return "cpu"
     if all(node.gpus >= local_world for node in nodes):
@@ -173,7 +167,6 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)

@@ -53,7 +53,6 @@ class LossScale:
         self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
 
     def unscale(self, model: nn.Module) -> None:
-        """Divide all gradients by the scale, in place."""
         inverse = self.value.reciprocal()
         shards: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in model.parameters():

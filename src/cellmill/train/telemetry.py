@@ -27,10 +27,7 @@ PROFILED_RANKS = 8
 
 @dataclass
 class Meter:
-    """Counts since the last `read`, and the rates over the wall clock, which includes waiting for data.
-
-    `peak_flops` is one rank's peak FLOP/s; None when unknown, and no MFU is reported.
-    """
+    """Counts since the last `read`, and rates over the wall clock; MFU where `peak_flops`, a rank's, is known."""
 
     peak_flops: float | None
     world: int
@@ -70,7 +67,6 @@ class TimeLeft:
         self.paces: deque[float] = deque(maxlen=10)
 
     def pause(self, seconds: float) -> None:
-        """Count a pause between two steps."""
         self.paused_s += seconds
         self.window_paused_s += seconds
 
@@ -84,7 +80,6 @@ class TimeLeft:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return peak and current memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -145,7 +140,6 @@ class StepProfile:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Wrap optimizer step `step`."""
         if self.rank < PROFILED_RANKS and self.first <= step <= self.last and self._running is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:

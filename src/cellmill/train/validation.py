@@ -66,10 +66,7 @@ class EmbeddingMonitor:
                 self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics for metrics.jsonl that can be computed. Collective: every rank.
-
-        Warns on rank 0 of an embedding that collapsed.
-        """
+        """Return the metrics for metrics.jsonl; rank 0 warns of a collapsed embedding. Collective: every rank."""
         # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
         sums = torch.cat([self.sums, self.by_level.flatten()]).to(mesh.device) * mesh.pp.size()
         cells, levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
@@ -119,10 +116,7 @@ def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
 
 
 def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dict[str, float]:
-    """Return batch_r2 from sums over all ranks, if there are batches and variance.
-
-    It is the share of the embedding's variance that the batch explains: sum of squares between batches over the total.
-    """
+    """Return batch_r2, the share of the embedding's variance between batches, where it is defined."""
     if not len(levels) or not width or cells[0] < 2:
         return {}
     n, sums = levels.view(-1, width + 1).split([1, width], dim=1)
@@ -181,7 +175,6 @@ class Progress:
         return train.early_stop_patience is not None and self.stale_validations >= train.early_stop_patience
 
     def early_end(self, metric: str) -> str:
-        """Line about an end by `train.early_stop_patience`."""
         return (
             f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
             f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"

@@ -97,10 +97,7 @@ def build_trainer(
     copies: LocalCopies | None = None,
     size: ModelSize | None = None,
 ) -> Trainer:
-    """Return the trainer of the run whose run.json has the content `record`. Collective: every rank.
-
-    `copies` are local copies of shards; `size` the whole model's, measured if None.
-    """
+    """Return the trainer of a run.json's content; `size` is measured if None. Collective: every rank."""
     vocabulary, manifest = Vocabulary.read(Path(record["vocabulary"])), Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
@@ -180,7 +177,6 @@ def build_model(
 
 
 def _gene_vectors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, torch.Tensor]:
-    """Return the gene vectors of `model.gene_vectors` by the name of their parameter."""
     path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
     if path is None or dim is None:
         return {}

@@ -154,7 +154,6 @@ class TransformerConfig(SizedFamilyConfig):
 
     @property
     def ffn_width(self) -> int:
-        """Width inside the feed-forward layers."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
     def tp_sizes(self) -> dict[str, int]:

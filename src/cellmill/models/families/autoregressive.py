@@ -128,7 +128,6 @@ class Cache:
         return model.norm(x)
 
     def keep(self, cells: torch.Tensor) -> None:
-        """Keep the cells where `cells`, (C,) bool, is True."""
         self.keys, self.values = ([part[cells] for part in parts] for parts in (self.keys, self.values))
 
 
@@ -206,7 +205,6 @@ def next_values(
 
 
 def _drawn(logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: int, place: int) -> torch.Tensor:
-    """(C, n) logits -> (C,) draws from their softmax."""
     if sampling.temperature == 0:
         return logits.argmax(1)
     columns = torch.arange(logits.shape[1], device=logits.device)

@@ -173,7 +173,6 @@ class HfModel(CellEncoder):
         return out[cell, place]
 
     def _places(self, prepared: EncoderBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column of each token in the padded batch, (T,) each."""
         first = prepared.cu_seqlens[:-1].long()[prepared.cell]
         place = torch.arange(len(prepared.genes), device=first.device) - first
         return prepared.cell, place + (self.begin_id is not None)

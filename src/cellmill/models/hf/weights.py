@@ -58,17 +58,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class FolderWeights:
-    """Tensors of the folder of a configuration, which may be of a model with a head, whose prefix is `prefix`.
-
-    The folder is opened when a value is asked for: an exported model has its own.
-    """
+    """Tensors of a configuration's folder, read when needed; `prefix` is that of a model with a head."""
 
     def __init__(self, config: HfConfig, prefix: str) -> None:
         self.config, self.prefix = config, prefix
 
     @cached_property
     def folder(self) -> Path:
-        """The folder. Raises DataError if it is gone."""
         try:
             return model_folder(self.config.path or "", self.config.revision)
         except ValueError as error:
@@ -127,7 +123,6 @@ class FolderWeights:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """The file of each tensor."""
         if (index := self.folder / INDEX).is_file():
             tree = read_json(index)
             files = tree.get("weight_map") if isinstance(tree, dict) else None

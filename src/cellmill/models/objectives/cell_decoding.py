@@ -78,7 +78,6 @@ class CellDecoding(Objective):
         return (*names, "profile_dispersion")
 
     def _attach_batch(self, model: Any, width: int) -> tuple[str, ...]:
-        """Add `batch_terms` and `batch_adversary`, as far as there are."""
         column = self.config.batch_column
         if column is None:
             return ()
@@ -134,10 +133,7 @@ class CellDecoding(Objective):
         return not self._is_nb and self.config.weights == "log1p"
 
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        """Return the summed cross-entropy, or negative log-likelihood per count, of the cells, a float32 scalar.
-
-        In training with VICReg and the adversary's loss.
-        """
+        """Return the summed loss, a float32 scalar; in training with VICReg and the adversary's loss."""
         config, vectors = self.config, self._vectors(model, states, prepared)
         loss = self._decoding_loss(model, vectors, prepared)
         if prepared.shares is not None:
@@ -165,7 +161,6 @@ class CellDecoding(Objective):
         return (vicreg(table, (config.invariance_weight, config.variance_weight, config.covariance_weight)),)
 
     def _vectors(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        """(C, H)."""
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _decoded(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:

@@ -84,7 +84,6 @@ def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _of_anchors(labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Summed loss of the cells `anchors`, a float64 scalar."""
     own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
     other = (labels != 0) & (at != anchors[:, None])
     positive = other & (labels == own) & (own != 0)

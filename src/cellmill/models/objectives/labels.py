@@ -175,7 +175,6 @@ class Classification(LabelObjective):
         return self.logits(model, vectors, prepared.cell_keys[prepared.target_cells])
 
     def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
-        """Return the label and the logits of each cell."""
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
@@ -218,7 +217,6 @@ class Regression(CellObjective):
 
     @property
     def _scale(self) -> tuple[float, float]:
-        """Standard deviation and mean of the column."""
         return self.config.target_std or 1.0, self.config.target_mean or 0.0
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +264,6 @@ class Regression(CellObjective):
         return self._head(model, vectors, prepared.cell_keys[prepared.target_cells])
 
     def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
-        """Return the number of each cell and its prediction, standardised."""
         return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:

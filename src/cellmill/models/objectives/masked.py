@@ -121,10 +121,7 @@ def _with_random_values(
     keys: torch.Tensor,
     cell: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with 0 where `hidden`, and that of a `visible` token of the cell where `random`; and the hidden ones.
-
-    Random ones are hidden in a cell without visible tokens.
-    """
+    """Values, 0 where hidden and those of a `visible` token of the cell where `random`; and what is hidden then."""
     donors = visible.nonzero().flatten()
     n = torch.bincount(cell[donors], minlength=int(cell.max()) + 1 if len(cell) else 0)[cell]
     first = torch.searchsorted(cell[donors], cell)
@@ -172,7 +169,6 @@ class MaskedObjective(Objective):
 
     @property
     def _splits(self) -> bool:
-        """True if some masked tokens show content."""
         return self.config.random_frac + self.config.keep_frac > 0
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
@@ -277,7 +273,6 @@ class MaskedGene(MaskedObjective):
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
-        """Return vocabulary row, top-1 correctness and cross-entropy of each target."""
         logits = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
         answers = prepared.answers
         entropy = F.cross_entropy(logits, answers, reduction="none")

@@ -137,10 +137,7 @@ class NextGene(Objective):
         return genes - len(SPECIAL), places, logits.argmax(1) == genes, F.cross_entropy(logits, genes, reduction="none")
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return accuracy and cross-entropy (nats) of next genes beside the baseline's, and R² of values; verdicts.
-
-        The baseline knows the rank, from the training cells, and the genes that the cell has already.
-        """
+        """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of values, and verdicts."""
         genes, places, correct, cross_entropy, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
         base_correct, base_cross_entropy = _rank_baseline(genes, places, train.by_rank)
@@ -162,7 +159,6 @@ class NextGene(Objective):
 
     @property
     def predicts_values(self) -> bool:
-        """True if tokens have values, which are predicted."""
         return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
     @property

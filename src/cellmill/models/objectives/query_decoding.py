@@ -172,10 +172,7 @@ class QueryDecoding(Objective):
         return prepared.query_genes - len(SPECIAL), prepared.query_values, predicted, prepared.query_weights
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return mean squares of the model and of the gene's training mean, zeros included, R² over it, and a verdict.
-
-        R² is None where the true values do not differ from the means.
-        """
+        """Return mean squares of model and gene means, zeros included, and R²: None where truth equals the means."""
         genes, (values, predicted, weights) = observed[0], (part.astype(np.float64) for part in observed[1:])
         means = (train.n / train.n_cells * train.mean)[genes]  # detection rate times the mean where detected
         mse, base = (float(np.average(np.square(values - given), weights=weights)) for given in (predicted, means))

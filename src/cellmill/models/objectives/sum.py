@@ -107,7 +107,6 @@ class Sum(Objective):
         return SumBatch(given, tuple(prepared), torch.stack([own.n_targets for own in prepared]))
 
     def loss(self, model: Any, states: torch.Tensor, prepared: SumBatch) -> torch.Tensor:
-        """Return the summed loss of each part, unweighted: (parts,) float32."""
         left = iter(prepared.shares or ())
         losses = []
         for part, own in zip(self.each.values(), prepared.parts):
@@ -145,12 +144,10 @@ class Sum(Objective):
 
 
 def _attributes(model: Any) -> Mapping[str, Any]:
-    """Modules and parameters that are attributes of the model."""
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
 def _followed(first: Any, longer: Any) -> Any:
-    """`first`, in place of the first entries of `longer`."""
     if isinstance(longer, torch.Tensor):
         return torch.cat([first, longer[len(first) :]])
     return None if longer is None else [*first, *longer[len(first) :]]

@@ -59,11 +59,9 @@ class LevelTerms(nn.Module):
         self.weight = nn.Parameter(torch.empty(levels, width))
 
     def initial_value(self, name: str) -> Fill:
-        """Initialize to zero."""
         return zeros
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        """(C,) int64 -> (C, D)."""
         terms = self.weight - self.weight.mean(0) if self.centered else self.weight
         return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
 

@@ -23,10 +23,7 @@ from cellmill.parallel.materialize import named_tensors
 
 
 def read_weights(folder: Path, *names: str) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Return the first of the files `names` in `folder`, .safetensors or of torch, and its tensors on the CPU.
-
-    torch files are read with `weights_only`, which unpickles tensors alone.
-    """
+    """Return the first of the files `names` and its CPU tensors; torch's are read with `weights_only`."""
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         raise DataError(f"{folder}: expected the weights in {' or '.join(names)}, got neither")
@@ -49,7 +46,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
-    """Return `mapping[name]`. Raises DataError naming `path`."""
     if name not in mapping:
         raise DataError(f"{path}: {name} is missing")
     return mapping[name]
@@ -74,21 +70,16 @@ class Published:
         return tensor
 
     def pair(self, theirs: str, ours: str) -> dict[str, torch.Tensor]:
-        """Weight and bias of a module, by our name."""
         return {f"{ours}.{kind}": self.take(f"{theirs}.{kind}") for kind in ("weight", "bias")}
 
 
 def published_vocabulary(ids: list[str], symbols: Mapping[str, str], medians: Sequence[float]) -> Vocabulary:
-    """Vocabulary of genes whose numbers of cells are not published."""
     names = [symbols.get(gene, gene) for gene in ids]
     return Vocabulary(ids, names, np.zeros(len(ids), np.int64), np.array(medians, np.float32))
 
 
 def joined_heads(path: Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
-    """(H, ...) each -> (3 H, ...): query, key and value of the first head, then of the second.
-
-    Raises DataError naming `path` when H is no multiple of `heads`.
-    """
+    """(H, ...) each -> (3 H, ...): query, key and value of each head. Raises DataError unless `heads` divides H."""
     if wrong := [len(x) for x in (q, k, v) if len(x) % heads]:
         raise DataError(
             f"{path}: expected queries, keys and values of {heads} equal heads, got {wrong[0]} rows; its configuration "
@@ -108,7 +99,6 @@ class _Dtype:
 
 
 def _scalar(dtype: Any, raw: Any) -> int | float:
-    """Number of a numpy scalar, integer or floating point."""
     if not isinstance(dtype, _Dtype) or dtype.code not in ("f8", "f4", "f2", "i8", "i4", "i2", "u8", "u4", "u2"):
         raise pickle.UnpicklingError("a numpy scalar that is not a number")
     raw = raw.encode("latin1") if isinstance(raw, str) else raw

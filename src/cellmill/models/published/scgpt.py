@@ -127,7 +127,6 @@ def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Voca
 def _renamed(
     path: Path, theirs: dict[str, torch.Tensor], model: Any, rows: torch.Tensor, tokens: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Tensors by our names."""
     found = Published(path, theirs)
     take, pair = found.take, found.pair
     table = take("encoder.embedding.weight")
