@@ -86,6 +86,8 @@ def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bo
             continue
         for key, value in other.items():
             rtol, atol = (1e-3, 1e-6) if key in conformance.MEASURED else (TOLERANCE, TOLERANCE)
+            if key == "grad_norm":  # of weights that rounding has moved apart in the steps before
+                rtol = 4 * TOLERANCE
             found, wanted = np.array([line[key], value], float)  # None, a metric without a value, is nan
             np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=f"{key} of {other}")
 
