@@ -21,19 +21,9 @@ def new_parser(description: str) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="cellmill", description=description)
     top.add_argument("--version", action="version", version=f"cellmill {__version__}")
     stages = top.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for add in (
-        _add_data,
-        _add_corpus,
-        _add_training,
-        _add_model,
-        _add_import,
-        _add_convert,
-        _add_archive,
-        _add_sharing,
-        _add_translate,
-        _add_machine_commands,
-        _add_run_commands,
-    ):
+    made = (_add_data, _add_corpus, _add_training, _add_model)
+    exchanged = (_add_import, _add_convert, _add_archive, _add_sharing)
+    for add in (*made, *exchanged, _add_machine_commands, _add_run_commands):
         add(stages)
     return top
 
@@ -152,9 +142,8 @@ def _add_model(stages: Any) -> None:
     evaluate.add_argument("--external", type=Path, nargs="*", default=[], help=beside)
     embeddings = "one per file of --cells, in the same order"
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
-    evaluate.add_argument(
-        "--labels", nargs="+", required=True, help="obs columns per file, separated by |; '-' for none"
-    )
+    labels = "obs columns per file, separated by |; '-' for none"
+    evaluate.add_argument("--labels", nargs="+", required=True, help=labels)
     evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
 
     changes = _stage(stages, "predict_changes", "predict expression under held-out perturbations, for bridges", "run")
@@ -245,9 +234,8 @@ def _add_sharing(stages: Any) -> None:
     push = _command(stages, "push", "upload a model folder to the Hugging Face hub; the token is HF_TOKEN's")
     push.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     push.add_argument("--repo", required=True, help="owner/name on the hub; it is made if there is none")
-    push.add_argument(
-        "--licence", required=True, help="licence of the model, as the hub names it: apache-2.0, other, …"
-    )
+    licence = "licence of the model, as the hub names it: apache-2.0, other, …"
+    push.add_argument("--licence", required=True, help=licence)
     push.add_argument("--private", action="store_true", help="make the repository private")
     export = _command(stages, "export", "write the embedder of a model folder for other runtimes")
     export.add_argument("--model", type=Path, required=True, help="folder of an exported model")
@@ -256,29 +244,13 @@ def _add_sharing(stages: Any) -> None:
     pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
     pull.add_argument("repo", help="owner/name, or owner/name@revision")
     pull.add_argument("--out", type=Path, required=True, help="model folder to write")
-
-
-def _add_translate(stages: Any) -> None:
     translate = _command(stages, "translate", "write a configuration of scModelForge as one of cellmill")
     translate.add_argument("file", type=Path, help="its YAML")
-    translate.add_argument(
-        "--out", type=Path, required=True, help="the .yaml to write; its table of datasets goes beside it"
-    )
+    written = "the .yaml to write; its table of datasets goes beside it"
+    translate.add_argument("--out", type=Path, required=True, help=written)
 
 
 def _add_machine_commands(stages: Any) -> None:
-    _add_profiles(stages)
-    about = "Check a profile's machine against the configuration, SLURM and its nodes."
-    text = "check the machine before a big run is submitted"
-    preflight = stages.add_parser("preflight", help=text, description=about)
-    preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
-    _add(preflight, "--config", CONFIG, "configuration")
-    preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
-    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
-    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
-
-
-def _add_profiles(stages: Any) -> None:
     kinds = _command(stages, "profiles", "write a profile for this cluster, or link the profiles for Snakemake")
     kinds = kinds.add_subparsers(dest="what", required=True, metavar="WHAT")
     install = _command(kinds, "install", "link the profiles into Snakemake's profile folder")
@@ -292,6 +264,15 @@ def _add_profiles(stages: Any) -> None:
     new.add_argument("--account", default="", help="account to charge (default: yours, if it is one or has a default)")
     new.add_argument("--qos", default="", help="quality of service (default: one that the partition asks for)")
     _add(new, "--into", Path("profiles"), "folder of profiles")
+
+    about = "Check a profile's machine against the configuration, SLURM and its nodes."
+    text = "check the machine before a big run is submitted"
+    preflight = stages.add_parser("preflight", help=text, description=about)
+    preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
+    _add(preflight, "--config", CONFIG, "configuration")
+    preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
+    _add(preflight, "--wait-min", 30.0, "minutes the test job may wait in the queue")
+    _add(preflight, "--out", Path("results/preflight"), "folder shared with the nodes for NAME.json and the job")
 
 
 def _add_run_commands(stages: Any) -> None:

@@ -33,36 +33,19 @@ model: {hidden: 8, layers: 2, heads: 2}
 objective: {name: masked_value}
 train: {steps: 4, global_batch: 16, token_budget: 256, warmup_steps: 2, log_every_steps: 1, val_every_steps: 4}
 """
-CORPUS = {
-    "preprocess": {
-        "min_genes": 125,
-        "min_counts": 3000,
-        "max_mito_frac": 0.03,
-        "min_cells": 120,
-        "keep_obs": ["batch"],
-    },
-    "vocabulary": {"min_cells": 120, "max_genes": 20, "select": "seurat", "quantiles": True, "variability": True},
-    "shard": {"cells_per_shard": 64, "split_by": "batch", "val_frac": 0.1, "test_frac": 0.4, "seed": 1},
-}
-PLAN = {
-    "model": {"hidden": 16, "layers": 3, "ffn_hidden": 24, "dropout": 0.1},
-    "parallel": {
-        "strategy": "ddp",
-        "sharding_strategy": "NO_SHARD",
-        "shard_size": 4,
-        "tp": 2,
-        "sequence_parallel": True,
-        "pp": 2,
-        "schedule": "Interleaved1F1B",
-        "microbatches": 8,
-        "gradient_reduction": "micro_batch",
-        "precision": "bf16-mixed",
-        "activation_checkpointing": "full",
-        "cpu_offload": "optimizer",
-    },
-    "train": {"steps": 7, "global_batch": 32, "token_budget": 32, "ema_decay": 0.9},
-    "plan": {"memory_gb": 9, "memory_frac": 0.5, "mfu_frac": 0.1, "intra_node_gbs": 1, "inter_node_gbs": 1},
-}
+CORPUS = yaml.safe_load("""
+preprocess: {min_genes: 125, min_counts: 3000, max_mito_frac: 0.03, min_cells: 120, keep_obs: [batch]}
+vocabulary: {min_cells: 120, max_genes: 20, select: seurat, quantiles: yes, variability: yes}
+shard: {cells_per_shard: 64, split_by: batch, val_frac: 0.1, test_frac: 0.4, seed: 1}
+""")
+PLAN = yaml.safe_load("""
+model: {hidden: 16, layers: 3, ffn_hidden: 24, dropout: 0.1}
+parallel: {strategy: ddp, sharding_strategy: NO_SHARD, shard_size: 4, tp: 2, sequence_parallel: yes, pp: 2,
+  schedule: Interleaved1F1B, microbatches: 8, gradient_reduction: micro_batch, precision: bf16-mixed,
+  activation_checkpointing: full, cpu_offload: optimizer}
+train: {steps: 7, global_batch: 32, token_budget: 32, ema_decay: 0.9}
+plan: {memory_gb: 9, memory_frac: 0.5, mfu_frac: 0.1, intra_node_gbs: 1, inter_node_gbs: 1}
+""")
 NEEDS = {
     "parallel.sequence_parallel": {"parallel": {"tp": 2}},
     "parallel.schedule": {"parallel": {"pp": 2}, "model": {"layers": 4, "hidden": 8, "heads": 2}},
@@ -71,30 +54,15 @@ NEEDS = {
     "train.decay_frac": {"train": {"schedule": "wsd"}},
 }
 """Options without which another is refused."""
-TRAIN = {
-    "tokens": {"tokenizer": "binned", "max_tokens": 12},
-    "stream": {"lanes": 8, "block_cells": 8, "window_blocks": 4, "equal_steps": True, "train_frac": 0.5},
-    "model": {"heads": 1, "pooling": "attention"},
-    "objective": {"name": "masked_gene", "mask_frac": 0.3, "cell_loss_weight": 0},
-    "train": {
-        "optimizer": "muon",
-        "lr": 1e-2,
-        "schedule": "constant",
-        "decay_frac": 0.5,
-        "warmup_steps": 3,
-        "min_lr_frac": 0.5,
-        "weight_decay": 3,
-        "beta1": 0.5,
-        "beta2": 0.5,
-        "clip_norm": 1e-3,
-        "seed": 1,
-        "val_every_steps": 2,
-        "val_cells": 8,
-        "checkpoint_every_steps": 2,
-        "checkpoint_every_min": 1e-9,
-        "log_every_steps": 2,
-    },
-}
+TRAIN = yaml.safe_load("""
+tokens: {tokenizer: binned, max_tokens: 12}
+stream: {lanes: 8, block_cells: 8, window_blocks: 4, equal_steps: yes, train_frac: 0.5}
+model: {heads: 1, pooling: attention}
+objective: {name: masked_gene, mask_frac: 0.3, cell_loss_weight: 0}
+train: {optimizer: muon, lr: 0.01, schedule: constant, decay_frac: 0.5, warmup_steps: 3, min_lr_frac: 0.5,
+  weight_decay: 3, beta1: 0.5, beta2: 0.5, clip_norm: 0.001, seed: 1, val_every_steps: 2, val_cells: 8,
+  checkpoint_every_steps: 2, checkpoint_every_min: 1.0e-9, log_every_steps: 2}
+""")
 ELSEWHERE = {
     "distributed/conformance.py": (
         "objective.loss objective.huber_delta objective.number_hidden objective.number_dropout "
@@ -117,13 +85,13 @@ ELSEWHERE = {
     "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s consolidate.checkpoint",
     "unit/test_autoregressive.py": "objective.value_loss_weight",
     "unit/test_batch_terms.py": "objective.batch_column objective.batch_adversary objective.batch_adversary_scale",
-    "unit/test_cell_decoding.py": "objective.weights objective.decoder_hidden",
+    "unit/test_cell_decoding.py": "objective.weights objective.decoder_hidden objective.likelihood",
     "unit/test_cell_tokens.py": "tokens.truncation tokens.zero_frac",
-    "unit/test_classification.py": "objective.adversarial_scale objective.class_weights",
+    "unit/test_labels.py": "objective.adversarial_scale objective.class_weights",
     "unit/test_compressed_rows.py": "preprocess.compression",
     "unit/test_config.py": "model.family evaluate.datasets corpora.table corpora.datasets runs.corpus",
     "unit/test_covariates.py": "tokens.covariates tokens.covariate_unknown_frac",
-    "unit/test_early_stop.py": "train.best_mode train.early_stop_patience train.early_stop_min_delta",
+    "unit/test_validation.py": "train.best_mode train.early_stop_patience train.early_stop_min_delta",
     "unit/test_embed.py": "embed.token_budget embed.min_coverage_frac embed.min_expressed_frac",
     "unit/test_evaluate_stage.py": "evaluate.cells evaluate.folds evaluate.tasks evaluate.seed",
     "unit/test_external.py": "evaluate.external",
@@ -131,9 +99,8 @@ ELSEWHERE = {
     "unit/test_gene_selection.py": "vocabulary.genes vocabulary.protein_coding",
     "unit/test_gene_vectors.py": "model.gene_vectors model.gene_vector_dim model.train_gene_vectors",
     "unit/test_hf.py": "model.path model.revision model.weights model.architecture model.residue_ids",
-    "unit/test_import_geneformer.py": "model.pooling model.embed_layer",
-    "unit/test_masked_model.py": "objective.random_frac objective.keep_frac",
-    "unit/test_negative_binomial.py": "objective.likelihood",
+    "unit/test_published.py": "model.pooling model.embed_layer",
+    "unit/test_masked_model.py": "objective.random_frac objective.keep_frac objective.renormalize",
     "unit/test_new_genes.py": "finetune.min_known_frac",
     "unit/test_orthologs.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
     "unit/test_perturbation_response.py": "objective.perturbation_column objective.control objective.perturbed_genes",
@@ -144,14 +111,13 @@ ELSEWHERE = {
     "unit/test_query_decoding.py": (
         "model.latent objective.decoder_layers objective.max_asked objective.undetected_ratio"
     ),
-    "unit/test_renormalize.py": "objective.renormalize",
     "unit/test_repeats.py": (
         "stream.weight_by stream.weight_exponent stream.max_repeats stream.weight_warmup_steps "
         "stream.weight_start_exponent"
     ),
     "unit/test_report.py": "report.title",
     "unit/test_shard_parts.py": "shard.duplicates shard.jobs",
-    "unit/test_sizes.py": "model.size",
+    "unit/test_size.py": "model.size",
     "unit/test_split.py": "shard.train_values",
     "unit/test_stream.py": "stream.io_threads",
     "unit/test_sum.py": "objective.parts",
@@ -159,10 +125,10 @@ ELSEWHERE = {
     "unit/test_tokens.py": "tokens.bins tokens.binning tokens.max_value tokens.edges",
     "unit/test_trackers.py": "track.to track.observers",
     "unit/test_train_folder.py": "train.keep_checkpoints",
-    "unit/test_view_loss.py": (
+    "unit/test_views.py": (
+        "objective.view objective.min_hidden_frac objective.max_hidden_frac objective.target "
         "objective.view_loss objective.invariance_weight objective.variance_weight objective.covariance_weight"
     ),
-    "unit/test_views.py": "objective.view objective.min_hidden_frac objective.max_hidden_frac objective.target",
     "workflow/test_line.py": "runs.trunk runs.evaluate_steps runs.trunk_step runs.init_from runs.machine",
     "workflow/test_plugins.py": "finetune.method",
 }

@@ -142,17 +142,8 @@ def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys
     _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2, "lr": 2e-3})
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
-        "parameters",
-        "cells",
-        "steps",
-        "step",
-        "processes",
-        "memory",
-        "micro-batch",
-        "traffic",
-        "step time",
-        "hours",
-        "warning",  # masked_value without renormalize
+        *("parameters", "cells", "steps", "step", "processes", "memory", "micro-batch", "traffic"),
+        *("step time", "hours", "warning"),  # masked_value without renormalize
     ]
     assert lines[4] == "processes   4 x h100, HYBRID_SHARD (1 replicas of 4 shards), 32-true"
     assert "of 72 GB per process: parameters" in lines[5]

@@ -1,8 +1,9 @@
-"""Sizes measured on the meta device equal those of the model: parameters, FLOPs, kept activations, reductions."""
+"""Sizes measured on the meta device equal those of the model; sizes by name."""
 
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -14,8 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import _VersionWrapper
 
 from cellmill.config.checks import check_together
+from cellmill.config.load import check_config, check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.families import EncoderConfig
+from cellmill.config.parts.family import HEAD_WIDTH, HIDDEN_AND_LAYERS, FamilyConfig, numbers
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.errors import ConfigError
@@ -27,6 +30,8 @@ from cellmill.models.initial import Fill, zeros
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner import size as size_module
 from cellmill.planner.size import measure
+from cellmill.runs.identity import identity
+from tests.house.documents import documentation
 from tests.models import model_on_cpu, spec
 
 HIDDEN, LAYERS, N_GENES = 64, 3, 60
@@ -248,3 +253,61 @@ def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(laye
     assert size.flops(1, 0, 0) == pytest.approx(0, abs=1)
     assert size.blocks * size.block.flops_per_cell == pytest.approx(blocks)
     assert size.flops(1000, 1e6, 1) == pytest.approx(blocks + decoder)
+
+
+SECTIONS: dict[str, Any] = {"tokens": {}, "stream": {}, "parallel": {}, "train": {"steps": 1}}
+
+
+@pytest.mark.parametrize("family", ["encoder", "autoencoder"])
+def test_a_run_by_size_is_the_run_with_its_numbers(family: str) -> None:
+    by_name, by_numbers = (
+        TrainOptions.model_validate(SECTIONS | {"model": {"family": family} | model})
+        for model in ({"size": "51M"}, {"hidden": 512, "layers": 12, "heads": 8})
+    )
+    assert identity(by_name, None) == identity(by_numbers, None)
+    assert by_name.model_dump() == by_numbers.model_dump()
+    assert "size" not in by_name.model.model_dump()
+
+
+def test_explicit_keys_win_and_a_runs_own_size_replaces_the_numbers_at_the_top() -> None:
+    assert (
+        FamilyConfig.model_validate({"size": "10M", "layers": 2, "heads": 8}).model_dump().items()
+        >= {
+            "hidden": 256,
+            "layers": 2,
+            "heads": 8,
+        }.items()
+    )
+    tree = {
+        "corpora": {"a": {}},
+        "model": {"hidden": 128, "layers": 2, "dropout": 0.1},
+        "train": {"steps": 1},
+        "runs": {
+            "named": {"corpus": "a", "model": {"size": "10M"}},
+            "shallow": {"corpus": "a", "model": {"size": "10M", "layers": 1}},
+            "same": {"corpus": "a"},
+        },
+    }
+    runs = check_config(tree).runs
+    found = {name: (m.hidden, m.layers, m.heads, m.dropout) for name, m in ((n, run.model) for n, run in runs.items())}  # type: ignore[attr-defined]
+    assert found == {"named": (256, 6, 4, 0.1), "shallow": (256, 1, 4, 0.1), "same": (128, 2, 4, 0.1)}
+
+
+def test_an_unknown_size_is_answered_with_the_names() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_options(FamilyConfig, {"size": "50M"}, "config.yaml")
+    names = "'10M', '51M', '106M', '300M', '1B' or '3B'"
+    assert str(error.value) == f"config.yaml: size: input should be {names}, got '50M'"
+
+
+@pytest.mark.full
+def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
+    rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
+    assert list(rows) == list(HIDDEN_AND_LAYERS)
+    for name in HIDDEN_AND_LAYERS:
+        of = numbers(name)
+        size = measure(spec(20_000, family="encoder", objective="cell_decoding", **of))
+        encoder, decoder = size.parameters - size.finish.parameters, size.finish.parameters
+        assert of["hidden"] == HEAD_WIDTH * of["heads"]
+        stated = (of["hidden"], of["layers"], of["heads"], f"{encoder / 1e6:,.1f}", f"{decoder / 1e6:.1f}")
+        assert rows[name] == " | ".join(map(str, stated))

@@ -11,12 +11,7 @@ SPLITS = ("train", "val", "test")
 
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
 INPUTS = (
-    ".h5ad",
-    ".zarr",
-    "10x .h5",
-    ".loom",
-    "folder with matrix.mtx",
-    "SOMA experiment",
+    *(".h5ad", ".zarr", "10x .h5", ".loom", "folder with matrix.mtx", "SOMA experiment"),
     f"FASTA of proteins ({', '.join(FASTA)}, also .gz)",
 )
 """Input formats as help texts list them: names of rows in `data/inputs/formats.py`."""

@@ -21,7 +21,7 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import Section, error_line, explain, shown, unknown_key
-from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, sections_of
+from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, mapping, sections_of
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json, refuse_special
 
@@ -211,9 +211,9 @@ def with_defaults(tree: Any, workflow: type[Workflow] = Workflow) -> dict[str, A
     """The tree with the sections at its top merged into each corpus and run."""
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
-    for key in tree:
-        if key not in top_level(workflow):
-            raise ConfigError(unknown_key(str(key), top_level(workflow)))
+    known = top_level(workflow)
+    if wrong := [str(key) for key in tree if key not in known]:
+        raise ConfigError(unknown_key(wrong[0], known))
     merged: dict[str, Any] = {name: tree.get(name) or {} for name in sections_of(workflow)}
     merged |= {name: tree[name] for name in keys_of(workflow) if name in tree}
     for kind, owner in entries_of(workflow).items():
@@ -247,11 +247,7 @@ def _check_names(kind: str, names: Iterable[Any]) -> None:
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if value in (None, "null"):  # Snakemake's --config makes text of null
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: expected a mapping, got {value!r}")
-    return value
+    return {} if value in (None, "null") else mapping(value, where)  # Snakemake's --config makes text of null
 
 
 def _as_written(where: list[str], tree: dict[str, Any]) -> list[str]:

@@ -61,14 +61,14 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises ConfigError."""
     runs: dict[str, Any] = {}
     values: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, sweep in _mapping(sweeps, "sweep").items():
+    for name, sweep in mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
-        sweep = _mapping(sweep, where)
-        if wrong := [key for key in (name, *_mapping(sweep.get("over") or {}, where)) if not isinstance(key, str)]:
+        sweep = mapping(sweep, where)
+        if wrong := [key for key in (name, *mapping(sweep.get("over") or {}, where)) if not isinstance(key, str)]:
             raise ConfigError(f"{where}: YAML reads a name as {wrong[0]}; add a letter to it")
         if missing := [key for key in ("run", "over") if not sweep.get(key)]:
             raise ConfigError(f"{where}.{missing[0]}: is missing")
-        axes = {str(axis): list(_points(axis, given, where)) for axis, given in _mapping(sweep["over"], where).items()}
+        axes = {str(axis): list(_points(axis, given, where)) for axis, given in mapping(sweep["over"], where).items()}
         if taken_names := sorted(axes.keys() & _COLUMNS):
             raise ConfigError(f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name")
         if (n := prod(map(len, axes.values()))) > MOST_RUNS:
@@ -82,7 +82,7 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             if run in runs or run in taken:
                 raise ConfigError(f"{where}: two runs are called {run}; give one of its values another name")
             changes = [change for _, options in combination for change in options.items()]
-            runs[run] = _changed(_mapping(sweep["run"], f"{where}.run"), changes, where)
+            runs[run] = _changed(mapping(sweep["run"], f"{where}.run"), changes, where)
             shown = {axis: _shown(axis, label, options) for axis, (label, options) in zip(axes, combination)}
             values.setdefault(name, {})[run] = shown
     return runs, values
@@ -92,7 +92,7 @@ def _points(axis: str, given: Any, where: str) -> Iterator[Point]:
     where = f"{where}.over.{axis}"
     if isinstance(given, dict) and given:
         for label, options in given.items():
-            yield str(label), _mapping(options, f"{where}.{label}")
+            yield str(label), mapping(options, f"{where}.{label}")
     elif isinstance(given, list) and given:
         if repeated := [value for place, value in enumerate(given) if value in given[:place]]:
             raise ConfigError(f"{where}: {repeated[0]} is there twice; leave one out")
@@ -125,13 +125,13 @@ def _changed(run: dict[str, Any], changes: list[tuple[str, Any]], where: str) ->
         *sections, key = str(option).split(".")
         at = run
         for section in sections:
-            at[section] = dict(_mapping(at.get(section) or {}, f"{where}.run.{section}"))
+            at[section] = dict(mapping(at.get(section) or {}, f"{where}.run.{section}"))
             at = at[section]
         at[key] = value
     return run
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, got {value!r}")
     return value

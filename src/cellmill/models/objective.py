@@ -71,6 +71,12 @@ class Objective:
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
 
+    def level_numbers(self, batch: Batch, column: str) -> torch.Tensor:
+        """(cells,) int64: numbers of the levels of an obs column, from 1; 0 for unknown ones."""
+        assert batch.levels is not None, "the batch has no levels"
+        numbers: torch.Tensor = batch.levels[:, [*self.levels].index(column)]
+        return numbers
+
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
@@ -152,6 +158,12 @@ class RowShare:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
+
+
+def expected_bins(logits: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """(N, bins) -> (N,) float32, of bins that count from `first`."""
+    bins = torch.arange(first, first + logits.shape[1], device=logits.device, dtype=logits.dtype)
+    return logits.softmax(1) @ bins
 
 
 def r2_over(base: float, error: float) -> float | None:

@@ -168,18 +168,11 @@ class RankTokens(Tokens):
         return self.max_tokens
 
 
-class SequenceTokens(Tokens):
-    """Tokens of a residue and its position in the sequence."""
+class SequenceTokens(RankTokens):
+    """Tokens of a residue and its position in the sequence, which is tokenized as genes in rank order."""
 
-    # places of residues in sequence order are the same as places of genes in rank order
-    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
-    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
     sequences: ClassVar[bool] = True
 
-    tokenizer: Literal["sequence"] = Field(
+    tokenizer: Literal["sequence"] = Field(  # type: ignore[assignment]
         "sequence", description="Residues of a FASTA file, in their order. Value: position in the sequence."
     )
-
-    @property
-    def n_values(self) -> int:
-        return self.max_tokens

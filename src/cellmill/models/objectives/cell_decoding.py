@@ -102,7 +102,9 @@ class CellDecoding(Objective):
         cells = entries.nonzero().flatten()
         weights = batch.profile_count.double()
         if not self._is_nb:
-            weights = self._shares(weights, batch.profile_cell, len(entries))
+            weights = weights.log1p() if self.config.weights == "log1p" else weights
+            sums = torch.zeros(len(entries), dtype=torch.float64).index_add(0, batch.profile_cell, weights)
+            weights = weights / sums[batch.profile_cell]
         lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64).view(2, batch.paired)
         first = (lengths > 0).all(0).nonzero().flatten()  # cells with tokens in both views
         return DecodingBatch.prepared(
@@ -116,12 +118,6 @@ class CellDecoding(Objective):
             n_targets=torch.tensor(len(cells)),
             pairs=torch.stack([first, first + batch.paired]),
         )
-
-    def _shares(self, counts: torch.Tensor, cell: torch.Tensor, n_cells: int) -> torch.Tensor:
-        """(entries,) float64: weights of counts, float64, of each cell's cross-entropy."""
-        weights = counts.log1p() if self.config.weights == "log1p" else counts
-        sums = torch.zeros(n_cells, dtype=torch.float64).index_add(0, cell, weights)
-        return weights / sums[cell]
 
     @property
     def _is_nb(self) -> bool:
@@ -172,8 +168,7 @@ class CellDecoding(Objective):
 
     def _batch_of(self, prepared: DecodingBatch) -> torch.Tensor:
         """(C,) int64: number of each cell's batch."""
-        assert prepared.levels is not None, "the batch has no levels"
-        return prepared.levels[prepared.target_cells, [*self.levels].index(self.config.batch_column or "")]
+        return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
         """Return vocabulary row, log-probability and weight of each hidden gene, and its cell's share of all cells."""

@@ -119,8 +119,7 @@ class LabelObjective(CellObjective):
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        assert batch.levels is not None, "the batch has no levels"
-        labels = batch.levels[:, [*self.levels].index(self.config.label_column)] - 1
+        labels = self.level_numbers(batch, self.config.label_column) - 1
         return labels, (labels >= 0) & (labels < len(self.labels))
 
     def judged_labels(self) -> dict[str, list[str]]:

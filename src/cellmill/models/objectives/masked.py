@@ -31,7 +31,7 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of, positions
 from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
+from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
@@ -214,8 +214,7 @@ class MaskedValue(MaskedObjective):
         """Return vocabulary row, true value and predicted value of each target; for bins the expected bin."""
         predicted = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
         if predicted.ndim == 2:
-            bins = torch.arange(predicted.shape[1], device=predicted.device, dtype=torch.float32) + self._first_bin
-            predicted = predicted.softmax(1) @ bins
+            predicted = expected_bins(predicted, self._first_bin)
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:

@@ -28,7 +28,7 @@ from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
+from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
@@ -164,12 +164,6 @@ class NextGene(Objective):
     @property
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
-
-
-def expected_bins(logits: torch.Tensor) -> torch.Tensor:
-    """(N, bins) -> (N,) float32; bins count from 1."""
-    bins = torch.arange(1, logits.shape[1] + 1, device=logits.device, dtype=logits.dtype)
-    return logits.softmax(1) @ bins
 
 
 def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -58,8 +58,7 @@ class PerturbationResponse(CellDecoding):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        assert batch.levels is not None, "the batch has no levels"
-        numbers = batch.levels[:, [*self.levels].index(self.config.perturbation_column)]
+        numbers = self.level_numbers(batch, self.config.perturbation_column)
         known = ~torch.isin(numbers, torch.tensor([*self._excluded]))[batch.profile_cell]
         parts = {name: getattr(batch, name)[known] for name in ("profile_cell", "profile_gene", "profile_count")}
         prepared = super().prepare(replace(batch, **parts), seed=seed, step=step)

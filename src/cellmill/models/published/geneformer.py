@@ -25,19 +25,16 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
-from cellmill.models.published.files import (
-    Published,
-    check_tokens,
-    joined_heads,
-    published_vocabulary,
-    read_mapping,
-    read_numbers,
-    read_weights,
-    require,
-    write_model,
-)
+from cellmill.models.published import files
 
 HEAD = "cls.predictions."
+SIZES = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_hidden": "intermediate_size",
+}
+"""Our options, and BERT's."""
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
 LAYER = {
     "attention.output.dense": "out",
@@ -57,13 +54,23 @@ def import_geneformer(
     `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2), else the mean (V1).
     """
     config_path = folder / "config.json"
-    config = _checked(config_path, read_mapping(config_path))
+    config = _checked(config_path, files.read_mapping(config_path))
     tokens, genes = read_dictionaries(folder)
     ends = "cls_eos" if "<cls>" in tokens and "<eos>" in tokens else "none"
     if pooling == "cls" and ends == "none":
         raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
-    path, theirs = read_weights(folder, "model.safetensors", "pytorch_model.bin")
-    model = _family(config, ends, pooling or ("mean" if ends == "none" else "cls"), embed_layer)
+    path, theirs = files.read_weights(folder, "model.safetensors", "pytorch_model.bin")
+    options = {
+        **{ours: config[name] for ours, name in SIZES.items()},
+        "family": "bert",
+        "dropout": config.get("hidden_dropout_prob", 0.1),
+        "activation": config["hidden_act"],
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "ends": ends,
+        "pooling": pooling or ("mean" if ends == "none" else "cls"),
+        "embed_layer": embed_layer,
+    }
+    model = check_options(FamilyConfig, options, "config.json")
     longest = config["max_position_embeddings"] - model.n_ends
     if longest < 1:
         raise DataError(
@@ -81,34 +88,17 @@ def import_geneformer(
     tensors = _renamed(path, theirs, model, rows, [int(tokens[name]) for name in ("<cls>", "<eos>")[: model.n_ends]])
     source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
     n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
-    untrained = write_model(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
+    untrained = files.write_model(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
     return (
         f"{out}: {genes.n_genes:,} genes ({n_left_out:,} without a median left out), at most {longest:,} a cell, "
         f"embedding: {model.pooling} of layer {embed_layer}; parameters without a source: {len(untrained)}"
     )
 
 
-def _family(config: dict[str, Any], ends: str, pooling: str, embed_layer: int) -> Any:
-    options = {
-        "family": "bert",
-        "hidden": config["hidden_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": config["num_attention_heads"],
-        "ffn_hidden": config["intermediate_size"],
-        "dropout": config.get("hidden_dropout_prob", 0.1),
-        "activation": config["hidden_act"],
-        "norm_eps": config.get("layer_norm_eps", 1e-12),
-        "ends": ends,
-        "pooling": pooling,
-        "embed_layer": embed_layer,
-    }
-    return check_options(FamilyConfig, options, "config.json")
-
-
 def _checked(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    sizes = (*SIZES.values(), "max_position_embeddings")
     for name in (*sizes, "hidden_act"):
-        require(path, config, name)
+        files.require(path, config, name)
     expected = {"model_type": ("bert",), "position_embedding_type": ("absolute",), "hidden_act": ("gelu", "relu")}
     for name, known in expected.items():
         if (value := config.get(name, known[0])) not in known:
@@ -126,11 +116,11 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
         if len(paths) != 1:
             found = ", ".join(path.name for path in paths) or "none"
             raise DataError(f"{folder}: expected one {name}*.pkl, got {found}; copy the one of these weights there")
-        dictionaries.append(read_numbers(paths[0]))
+        dictionaries.append(files.read_numbers(paths[0]))
     tokens, medians = dictionaries
     if missing := [name for name in SPECIAL if name not in tokens]:
         raise DataError(f"{folder}: token_dictionary: the token {missing[0]} is missing")
-    check_tokens(folder / "token_dictionary", tokens)
+    files.check_tokens(folder / "token_dictionary", tokens)
     genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
     if wrong := [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]:
         raise DataError(
@@ -138,7 +128,7 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
         )
     if not genes:
         raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
-    return tokens, published_vocabulary(genes, gene_symbols("human"), [medians[gene] for gene in genes])
+    return tokens, files.published_vocabulary(genes, gene_symbols("human"), [medians[gene] for gene in genes])
 
 
 def _renamed(
@@ -146,8 +136,7 @@ def _renamed(
 ) -> dict[str, torch.Tensor]:
     """Tensors by our names; `rows` and `ends` are tokens of our vocabulary's rows, and of <cls> and <eos>."""
     start = "bert." if any(name.startswith("bert.") for name in theirs) else ""
-
-    found = Published(path, theirs)
+    found = files.Published(path, theirs)
     take, pair = found.take, found.pair
     embeddings = f"{start}embeddings."
     words = take(f"{embeddings}word_embeddings.weight")
@@ -165,7 +154,7 @@ def _renamed(
         layer, block = f"{start}encoder.layer.{index}.", f"blocks.{index}."
         for kind in ("weight", "bias"):
             parts = [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
-            ours[f"{block}qkv.{kind}"] = joined_heads(path, parts[0], parts[1], parts[2], model.heads)
+            ours[f"{block}qkv.{kind}"] = files.joined_heads(path, parts[0], parts[1], parts[2], model.heads)
         for name, own in LAYER.items():
             ours |= pair(layer + name, block + own)
     if f"{HEAD}bias" in theirs:

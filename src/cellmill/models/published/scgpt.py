@@ -25,17 +25,10 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
-from cellmill.models.published.files import (
-    Published,
-    check_tokens,
-    joined_heads,
-    published_vocabulary,
-    read_mapping,
-    read_weights,
-    require,
-    write_model,
-)
+from cellmill.models.published import files
 
+SIZES = {"hidden": "embsize", "layers": "nlayers", "heads": "nheads", "ffn_hidden": "d_hid"}
+"""Our options, and scGPT's."""
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""
 QKV = ("self_attn.in_proj_{}", "self_attn.Wqkv.{}", "self_attn._impl.Wqkv.{}")
@@ -46,17 +39,20 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
-    path, theirs = read_weights(folder, "best_model.pt", "model.safetensors")
+    path, theirs = files.read_weights(folder, "best_model.pt", "model.safetensors")
     config_path = folder / "args.json"
-    config = _checked(config_path, read_mapping(config_path), path, theirs)
+    config = _checked(config_path, files.read_mapping(config_path), path, theirs)
     vocab_path = folder / "vocab.json"
-    tokens = read_mapping(vocab_path)
+    tokens = files.read_mapping(vocab_path)
     for name in ("<pad>", "<cls>"):
-        require(vocab_path, tokens, name)
-    check_tokens(vocab_path, tokens)
+        files.require(vocab_path, tokens, name)
+    files.check_tokens(vocab_path, tokens)
     genes, rows, line = _vocabulary(vocab_path, tokens, organism)
     bins = config.get("n_bins", 51)
-    model = _family(config)
+    sizes = {ours: config[name] for ours, name in SIZES.items()}
+    given = {"dropout": config.get("dropout", 0.2), "cls_value": config.get("pad_value", 0)}
+    fixed = {"family": "scgpt", "activation": "relu", "ends": "cls", "pooling": "cls"}
+    model = check_options(FamilyConfig, fixed | sizes | given, "args.json")
     spec = ModelSpec(
         model,
         ObjectiveConfig.model_validate({"name": "cell_decoding"}),
@@ -65,32 +61,16 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     )
     tensors = _renamed(path, theirs, model, rows, tokens)
     source = {"model": "scGPT", "weights": str(path), "weights_digest": sha256_file(path), "genes": line}
-    untrained = write_model(out, spec, genes, tensors, source)
+    untrained = files.write_model(out, spec, genes, tensors, source)
     return (
         f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
         f"parameters without a source: {len(untrained)}"
     )
 
 
-def _family(config: dict[str, Any]) -> Any:
-    options = {
-        "family": "scgpt",
-        "hidden": config["embsize"],
-        "layers": config["nlayers"],
-        "heads": config["nheads"],
-        "ffn_hidden": config["d_hid"],
-        "dropout": config.get("dropout", 0.2),
-        "activation": "relu",
-        "ends": "cls",
-        "pooling": "cls",
-        "cls_value": config.get("pad_value", 0),
-    }
-    return check_options(FamilyConfig, options, "args.json")
-
-
 def _checked(path: Path, config: dict[str, Any], weights: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    for name in ("embsize", "nheads", "d_hid", "nlayers"):
-        if not isinstance(require(path, config, name), int):
+    for name in SIZES.values():
+        if not isinstance(files.require(path, config, name), int):
             raise DataError(f"{path}: {name}: expected a number, got {config[name]!r}")
     if type(bins := config.get("n_bins", 51)) is not int or bins < 3:
         raise DataError(f"{path}: n_bins: expected a whole number from 3, got {bins!r}")
@@ -115,7 +95,7 @@ def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Voca
         raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
     ids = sorted(chosen)
     symbols = dict(zip(mapped.gene_ids, mapped.symbols))
-    genes = published_vocabulary(ids, symbols, [1.0] * len(ids))  # cells are cut by count alone
+    genes = files.published_vocabulary(ids, symbols, [1.0] * len(ids))  # cells are cut by count alone
     seen = mapped.coverage
     line = (
         f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
@@ -127,7 +107,7 @@ def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Voca
 def _renamed(
     path: Path, theirs: dict[str, torch.Tensor], model: Any, rows: torch.Tensor, tokens: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    found = Published(path, theirs)
+    found = files.Published(path, theirs)
     take, pair = found.take, found.pair
     table = take("encoder.embedding.weight")
     if (largest := max(tokens.values())) >= len(table):
@@ -146,7 +126,7 @@ def _renamed(
         layer, block = f"transformer_encoder.layers.{index}.", f"blocks.{index}."
         for kind in ("weight", "bias"):
             q, k, v = take(*(layer + name.format(kind) for name in QKV)).chunk(3)
-            ours[f"{block}qkv.{kind}"] = joined_heads(path, q, k, v, model.heads)
+            ours[f"{block}qkv.{kind}"] = files.joined_heads(path, q, k, v, model.heads)
             ours[f"{block}out.{kind}"] = take(*(layer + name.format(kind) for name in OUT))
         for name, own in LAYER.items():
             ours |= pair(layer + name, block + own)

@@ -1,7 +1,8 @@
-"""Figures of the embedding against numpy, and a collapsed embedding."""
+"""Validation: metrics of the embedding against numpy, the best step, and the patience."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.train.validation import EmbeddingMonitor, advice
+from cellmill.errors import ConfigError
+from cellmill.train.validation import EmbeddingMonitor, Progress, advice, check_best_metric
+from tests.models import model_on_cpu
 
 WIDTH, N = 6, 200
 
@@ -100,3 +104,46 @@ def test_few_cells_have_no_figures() -> None:
 )
 def test_what_to_change_after_a_collapse_depends_on_the_objective(objective: dict[str, Any], said: str) -> None:
     assert advice(check_options(ObjectiveConfig, objective, "objective")) == said
+
+
+CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
+    # options, values, steps of best validations, step at which patience is over
+    ({"early_stop_patience": 2}, [5, 4, 4, 3, 3.5, 3, 1], [1, 2, 4, 7], 6),
+    ({"early_stop_patience": 2, "best_mode": "max"}, [1, 2, 1.5, 3, 3, 2, 9], [1, 2, 4, 7], 6),
+    # slow progress is the best each time, and no improvement until it adds up to more than 0.5
+    (
+        {"early_stop_patience": 3, "early_stop_min_delta": 0.5},
+        [3, 2.75, 2.5, 2.25, 2, 1.9, 1.8],
+        [1, 2, 3, 4, 5, 6, 7],
+        7,
+    ),
+    ({"best_mode": "max"}, [5, 4, 3, 2, 1], [1], None),
+]
+
+
+@pytest.mark.parametrize(("options", "values", "best", "over"), CASES)
+def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_each(
+    options: dict[str, Any], values: list[float], best: list[int], over: int | None
+) -> None:
+    train, progress, found, ended = Train.model_validate({"steps": 99} | options), Progress(), [], None
+    for step, value in enumerate(values, start=1):
+        progress = Progress(**(asdict(progress) | {"step": step, "val_loss": -value}))
+        if progress.judge(value, train):
+            found.append(step)
+            assert (progress.best_step, progress.best_value, progress.best_val_loss) == (step, value, -value)
+        if ended is None and progress.patience_is_over(train):
+            ended = step
+    assert (found, ended) == (best, over)
+
+
+def test_a_metric_that_no_validation_logs_is_refused() -> None:
+    objective = model_on_cpu(
+        9, None, objective="classification", label_column="a", levels={"a": ("x", "y")}, hidden=8, heads=1, layers=1
+    ).objective
+    for known in ("val_loss", "val_accuracy", "effective_rank"):
+        check_best_metric(objective, known)
+    with pytest.raises(ConfigError) as error:
+        check_best_metric(objective, "val_acuracy")
+    assert str(error.value) == (
+        "train.best_metric val_acuracy: validation of this objective does not log it; did you mean 'val_accuracy'?"
+    )
