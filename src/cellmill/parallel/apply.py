@@ -93,15 +93,11 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 KEPT = frozenset(
     {
-        "aten::mm",
-        "aten::addmm",
-        "aten::linear",
-        "mkldnn::_linear_pointwise",
+        *("aten::mm", "aten::addmm", "aten::linear", "mkldnn::_linear_pointwise", "torch_attn::_varlen_attn"),
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
-        "torch_attn::_varlen_attn",
     }
 )
 """Operators whose outputs `selective` keeps, by name: not every build of torch has all of them."""

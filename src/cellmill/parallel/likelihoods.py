@@ -82,7 +82,7 @@ class _Profiles:
 
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor, tuple[()]]:
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         n, rows = logits.shape
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
         dense = torch.zeros_like(logits)
@@ -157,21 +157,15 @@ class _Entries:
     sums: torch.Tensor  # (n,) float32: the sum of each cell's counts over all rows
 
 
-class _Counts:
-    """Sparse counts of all cells; the one further vector of the loss is the dispersion."""
-
-    first_row = 0
-
-    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor) -> None:
-        self.starts, self.genes, self.counts = starts, genes, counts
-        self.ends = [0, *accumulate(entries)]
+class _Counts(_Profiles):
+    """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
 
     def loss(
         self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         n, n_rows = logits.shape
         chunk = slice(self.ends[start], self.ends[start + n])
-        rows, counts = self.genes[chunk] - self.first_row, self.counts[chunk]
+        rows, counts = self.genes[chunk] - self.first_row, self.weights[chunk]
         starts = self.starts[start : start + n + 1] - chunk.start
         cell = torch.repeat_interleave(starts.diff(), output_size=chunk.stop - chunk.start)
         inside, sums = ((rows >= 0) & (rows < n_rows)).float(), segment_sum(counts, cell, starts)
