@@ -169,7 +169,7 @@ class RankTokens(Tokens):
 
 
 class SequenceTokens(RankTokens):
-    """Tokens of a residue and its position in the sequence, which is tokenized as genes in rank order."""
+    """Tokens of a residue and its position in the sequence."""
 
     sequences: ClassVar[bool] = True
 
