@@ -40,9 +40,7 @@ LAYOUTS: dict[str, Layout] = {
     "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2} | SP,
     "ddp x tp 2": {"strategy": "ddp", "tp": 2},
 }
-BOTH_CUT = "FULL_SHARD x tp 2, sequence parallel"
-CUT = [name for name, layout in LAYOUTS.items() if "tp" in layout]
-PIPELINED: dict[str, Layout] = {"pp 2": {"pp": 2} | FULL_SHARD}
+BOTH_CUT, STAGED = "FULL_SHARD x tp 2, sequence parallel", "pp 2, 1F1B x FULL_SHARD"
 PIPELINES: dict[str, Layout] = {
     "pp 4, GPipe": {"pp": 4, "schedule": "GPipe"},
     "pp 4, 1F1B": {"pp": 4},
@@ -75,7 +73,7 @@ MORE: dict[str, Layout] = {
     "FULL_SHARD x tp 2, offloaded": LAYOUTS[BOTH_CUT] | {"cpu_offload": "optimizer"},
     "pp 2, offloaded": {"pp": 2, "cpu_offload": "optimizer"} | FULL_SHARD,
 }
-EVERY: dict[str, Layout] = AXES | LAYOUTS | PIPELINED | PIPELINES | THREE_AXES | MORE
+EVERY: dict[str, Layout] = AXES | LAYOUTS | PIPELINES | THREE_AXES | MORE
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "dropout": 0.1}
 ENCODER: dict[str, Any] = {"family": "encoder"} | SIZES
@@ -188,7 +186,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 }
 TRAIN: dict[str, dict[str, Any]] = {
     "average": {"lr": 1e-2, "ema_decay": 0.3, "val_every_steps": 1},
-    "optimizer muon": {"lr": 5e-3},
+    "optimizer muon": {"lr": 2e-3},
 }
 STEPS, EACH = 4, 2
 
@@ -283,7 +281,7 @@ def digest_of(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-TP, PP = BOTH_CUT, "pp 2"
+TP, PP, PP_TP = BOTH_CUT, STAGED, "pp 2, 1F1B x tp 2"
 FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
 WHOLE, HALF, THIRD = ({"token_budget": n} for n in (4096, 1024, 300))
 FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "selective"))
@@ -302,66 +300,69 @@ COMBINED: list[Case] = [
     Case("genes", "FULL_SHARD", parallel=ON_CPU, train=THIRD),
     Case("four layers, genes", "pp 2, ZBV x SHARD_GRAD_OP"),
     Case("four layers, genes", "pp 2, Interleaved1F1B x FULL_SHARD", parallel=FULL),
-    Case("genes", "pp 2, 1F1B x tp 2"),
+    Case("genes", PP_TP),
     Case("genes", "HYBRID_SHARD", precision=BF16),
     *each([*PAIRS], ["FULL_SHARD"], train=FEW, precision=BF16),
 ]
 """Combined axes, of one model."""
 PRODUCT: list[Case] = [
-    *each("masked_value", LAYOUTS),
-    *each("genes", CUT),
-    *each("eight layers, genes", PIPELINES),
-    *each("eight layers", ["pp 4, 1F1B", "pp 2, ZBV x SHARD_GRAD_OP"]),
+    # every other layout once, and each way to offload and to recompute with every axis
+    Case("masked_value", "ddp", parallel=OFFLOADED | FULL),
+    Case("masked_value", "FULL_SHARD", parallel=OFFLOADED | SELECTIVE),
+    Case("masked_value", "HYBRID_SHARD", parallel=ON_CPU | SELECTIVE, train=THIRD),
+    Case("genes", "HYBRID_SHARD of 4"),
+    Case("masked_value", "NO_SHARD", parallel=ON_CPU, train=THIRD),
+    Case("genes", "tp 4"),
+    Case("masked_value", "tp 4", parallel=OFFLOADED | FULL),
+    Case("masked_value", "tp 4, sequence parallel"),
+    Case("genes", "NO_SHARD x tp 2, sequence parallel"),
+    Case("masked_value", TP, parallel=ON_CPU | SELECTIVE, train=THIRD),
+    Case("masked_value", TP, parallel=OFFLOADED | FULL),
+    Case("masked_value", PP, parallel=ON_CPU | SELECTIVE, train=THIRD),
+    Case("masked_value", PP, parallel=OFFLOADED | FULL),
+    *each(
+        "eight layers, genes",
+        [
+            "pp 4, GPipe",
+            "pp 4, 1F1B",
+            "pp 2, 1F1B x ddp",
+            "pp 2, Interleaved1F1B x tp 2, sequence parallel",
+            "pp 2, InterleavedZeroBubble x HYBRID_SHARD",
+            "pp 2, DualPipeV x FULL_SHARD",
+            "pp 4, ZBV",
+        ],
+    ),
     *each("eight layers, genes", [name for name in THREE_AXES if "pp" in name], 8),
-    *each(["masked_value", "genes"], [name for name in THREE_AXES if "pp" not in name], 8),
-    *each("masked_value", ["ddp", "HYBRID_SHARD", TP, PP], parallel=FULL),
-    *each("masked_value", ["ddp", "HYBRID_SHARD", TP, PP], parallel=SELECTIVE),
-    *each("masked_value", ["ddp", "FULL_SHARD", "HYBRID_SHARD", "tp 4", TP, PP], parallel=OFFLOADED),
-    *each("masked_value", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", TP, PP], parallel=ON_CPU, train=THIRD),
-    *each("masked_value", ["ddp", "HYBRID_SHARD", "NO_SHARD", *CUT], precision=BF16),
-    Case("masked_value", "FULL_SHARD", parallel=OFFLOADED | SELECTIVE, precision=BF16),
+    Case("genes", "replicate 2 x shard 2 x tp 2", 8),
+    Case("masked_value", "replicate 2 x shard 2 x tp 2, sequence parallel", 8),
+    Case("masked_value", "ddp", parallel=OFFLOADED, precision=BF16),
     Case("masked_value", "FULL_SHARD", parallel=ON_CPU | SELECTIVE, precision=BF16),
-    *each("eight layers", ["pp 4, 1F1B", "pp 2, 1F1B x FULL_SHARD", "pp 2, 1F1B x tp 2"], precision=BF16),
-    *each("next_gene", ["ddp", "HYBRID_SHARD", TP, PP], train=FEW),
-    *each("next_gene, binned", ["tp 4", "pp 2, 1F1B x tp 2"], train=FEW),
-    *each("encoder, batch", ["HYBRID_SHARD", TP, PP], train=FEW),
-    *each("profile, batch", ["ddp", "FULL_SHARD x tp 2"], train=FEW),
-    *each("perturbation_response", [TP, PP], train=FEW),
-    *each("encoder, decoding", ["HYBRID_SHARD", TP, PP], train=FEW),
-    *each("encoder, thinned", ["tp 4", "pp 2, 1F1B x tp 2"], train=FEW),
-    *each("encoder without blocks", ["HYBRID_SHARD", "tp 4, sequence parallel"], train=FEW),
-    *each("profile, decoding", ["ddp", "HYBRID_SHARD", "FULL_SHARD x tp 2"], train=FEW),
-    Case("classification", "ddp", train=HALF),
-    Case("classification", TP),
-    *each("sum of labels", ["HYBRID_SHARD", "FULL_SHARD x tp 2"]),
-    *each("supervised_contrastive", ["ddp", "HYBRID_SHARD"], train=FEW),
-    Case("sum of contrasts", "HYBRID_SHARD", train=FEW),
-    *each("negative binomial", ["tp 4", PP], train=FEW),
+    Case("masked_value", TP, precision=BF16),
+    *each("eight layers", ["pp 4, 1F1B", PP_TP], precision=BF16),
+    # every other part of a model, on an axis that cuts it and on one that does not where these differ
+    *each("masked_gene", ["HYBRID_SHARD"], train=FEW),
+    *each("next_gene, binned", ["tp 4", PP_TP], train=FEW),
+    *each("encoder, batch", ["HYBRID_SHARD", PP_TP], train=FEW),
+    *each(["profile, batch", "profile, decoding"], ["FULL_SHARD x tp 2"], train=FEW),
+    *each(["perturbation_response", "cell_decoding", "encoder, queries", "negative binomial"], [PP_TP], train=FEW),
+    *each(["encoder, thinned", "profile, vectors, trained"], ["tp 4"], train=FEW),
+    *each(["encoder without blocks", "vectors, trained", "encoder, decoding"], [TP], train=FEW),
     *each(["cls", "attention, renormalized"], [TP, PP], train=FEW),
-    *each("vectors", ["HYBRID_SHARD", "pp 2, 1F1B x tp 2"], train=FEW),
-    Case("vectors, trained", TP, train=FEW),
+    *each("vectors", ["HYBRID_SHARD", PP_TP], train=FEW),
     Case("profile, vectors", "ddp", train=FEW),
-    Case("profile, vectors, trained", "tp 4", train=FEW),
-    *each(["masked_gene", "query_decoding", "sum"], ["ddp", "HYBRID_SHARD", TP, PP], train=FEW),
-    *each(["cell_decoding", "encoder, queries"], ["pp 2, 1F1B x tp 2"], train=FEW),
-    *each(["regression", "pearson"], ["ddp"], train=HALF),
+    *each(["supervised_contrastive", "sum of contrasts", "view loss"], ["HYBRID_SHARD"], train=FEW),
+    *each(["query_decoding", "sum"], [PP], train=FEW),
+    *each(["classification", "several heads", "view loss"], [TP], train=WHOLE),
+    Case("pearson", "ddp", train=HALF),
     Case("pearson", "HYBRID_SHARD x tp 2", train={"token_budget": 2048}),
     Case("sum with numbers", "FULL_SHARD", train=HALF),
-    *each("view loss", ["ddp", "HYBRID_SHARD"], train=FEW),
-    *each(["supervised_contrastive", "several heads", "view loss"], [TP], train=WHOLE),
     # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
-    *each(
-        ["classification", "supervised_contrastive", "regression", "pearson", "view loss"],
-        [PP],
-        parallel=PARTS4,
-        train=WHOLE,
-    ),
+    *each(["classification", "supervised_contrastive", "pearson", "view loss"], [PP], parallel=PARTS4, train=WHOLE),
     Case("profile, view loss", "ddp", train=WHOLE),
-    Case("proteins", TP),
-    Case("hf", "ddp"),
     Case("hf", "HYBRID_SHARD", parallel=FULL),
 ]
-"""Every other layout, objective and precision that is tested."""
+"""With COMBINED and the axes on two processes, every layout, part of a model, precision, offload and recomputation on
+every axis: pairs of them, not the product."""
 AT_EACH, AT_END = ({"gradient_reduction": how} for how in ("micro_batch", "step"))
 QUICK_CUTS = [
     Case("view loss", "fsdp", 2, {"token_budget": 128}),
@@ -370,15 +371,13 @@ QUICK_CUTS = [
     Case("four layers, genes", "pp", 2, SMALL),
     Case("masked_value", "fsdp", 2, by_products=True, parallel=FULL),
 ]
-STAGED = ["pp 2, InterleavedZeroBubble x HYBRID_SHARD", "pp 4, ZBV"]
 MORE_CUTS = [
     Case("sum of contrasts", "ddp", 2, {"token_budget": 128}),
-    *each("masked_value", ["HYBRID_SHARD", "ddp", "tp 4"], train=SMALL, parallel=AT_END),
-    *(Case("masked_value", TP, train=THIRD, parallel=how) for how in (AT_END, AT_EACH)),
-    *each("eight layers", STAGED, train=SMALL),
-    *each("eight layers", STAGED, parallel={"microbatches": 12}),
-    *each("eight layers", STAGED, parallel=FULL),
-    *(Case("masked_value", at, by_products=True, parallel=how) for at in ("FULL_SHARD", TP) for how in ({}, FULL)),
+    *each("masked_value", ["HYBRID_SHARD", "ddp", TP], train=SMALL, parallel=AT_END),
+    Case("masked_value", TP, train=THIRD, parallel=AT_EACH),
+    Case("eight layers", "pp 2, InterleavedZeroBubble x HYBRID_SHARD", train=SMALL, parallel=FULL),
+    Case("eight layers", "pp 4, ZBV", parallel={"microbatches": 12} | FULL),
+    Case("masked_value", TP, by_products=True),
 ]
 CUTS = [*(grouped(case, False) for case in QUICK_CUTS), *(grouped(case, True) for case in MORE_CUTS)]
 """How a step is cut into micro-batches and computed."""
@@ -386,21 +385,17 @@ CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "optimizer adamw", ["tp", "pp", "one process"], False),
     *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
-    (4, "genes", [TP, "pp 2, 1F1B x FULL_SHARD", "HYBRID_SHARD, offloaded"], False),
+    (4, "genes", [TP, PP, "HYBRID_SHARD, offloaded"], False),
     *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
-    (4, "optimizer muon", ["ddp", TP], True),
-    (4, "optimizer muon", ["FULL_SHARD", PP], True),
-    (4, "optimizer muon", ["pp 2, 1F1B x tp 2", "HYBRID_SHARD"], True),
-    (4, "eight layers, genes", ["pp 2, 1F1B x FULL_SHARD", TP, "pp 4, ZBV", "FULL_SHARD", "one process"], True),
-    (4, "average", ["ddp", TP], True),
-    (4, "average", ["pp 2, ZBV x tp 2", "HYBRID_SHARD, on the CPU"], True),
+    (4, "optimizer muon", [PP_TP, "HYBRID_SHARD", PP, "ddp"], True),
+    (4, "eight layers, genes", [PP, TP, "pp 4, ZBV", "FULL_SHARD", "one process"], True),
+    (4, "average", ["ddp", TP, "pp 2, ZBV x tp 2", "HYBRID_SHARD, on the CPU"], True),
     (4, "masked_value", ["FULL_SHARD x tp 2, offloaded", "ddp", "FULL_SHARD, on the CPU", "pp 2, offloaded"], True),
-    (4, "masked_value", ["pp 2, offloaded", "one process"], True),
+    (4, "masked_value", ["pp 2, offloaded", "one process", "HYBRID_SHARD of 4", "tp 4, sequence parallel"], True),
+    (4, "masked_value", ["HYBRID_SHARD", "SHARD_GRAD_OP", "ddp x tp 2", "NO_SHARD"], True),
     (4, "next_gene", ["one process", PP], True),
     (4, "query_decoding", ["one process", "FULL_SHARD x tp 2"], True),
-    (4, "encoder, decoding", ["ddp", PP], True),
     (4, "denoise", ["HYBRID_SHARD", "FULL_SHARD x tp 2"], True),
     (4, "sum of labels", ["HYBRID_SHARD", "FULL_SHARD x tp 2"], True),
-    *((4, "masked_value", ["HYBRID_SHARD", layout], True) for layout in [*LAYOUTS, "one process"]),
 ]
 """Layouts that a run goes through, two steps in each."""

@@ -135,7 +135,7 @@ def test_a_run_resumes_in_another_layout(table: Table, tmp_path: Path, case: Cas
         assert_lines(found, lines)
 
 
-@rows(EXPORTED, COMBINED)
+@rows(EXPORTED, COMBINED[:11])
 def test_an_export_is_the_trained_model_to_the_bit(table: Table, tmp_path: Path, case: Case) -> None:
     ranks, folder = table.once(case)
     tensors = cases.exported(table.corpus(case.model), folder, tmp_path)

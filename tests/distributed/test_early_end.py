@@ -12,9 +12,9 @@ import pytest
 from cellmill.cli import main
 from cellmill.runs.folder import TrainFolder
 from tests.distributed import cases
+from tests.distributed.command import Run
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.distributed.test_train_command import train as run_command
 
 PATIENCE = {"early_stop_patience": 2, "best_metric": "effective_rank"}
 LAYOUTS: list[dict[str, Any]] = [{"strategy": "ddp"}, {"pp": 2, "schedule": "ZBV", "tp": 2}]
@@ -44,20 +44,17 @@ def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume
 
 @pytest.mark.full
 def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpus: str, tmp_path: Path) -> None:
-    out = tmp_path / "train"
-    first = run_command(corpus, out, _run(steps=50), nproc=2)
-    assert first.returncode == 0, first.stderr
-    status = json.loads((out / "status.json").read_text())
+    run = Run(corpus, tmp_path / "train")
+    said = "".join(run.train(_run(steps=50), nproc=2))
+    status = run.read("status.json")
     assert (status["state"], status["steps"]) == ("done", 50)
     assert status["step"] - status["best_step"] == 2
-    said = f"step {status['step']}: effective_rank has not improved in 2 validations (best {status['best_value']:.6g}"
-    assert said in first.stdout + first.stderr
-    again = run_command(corpus, out, _run(steps=50), nproc=2)
-    assert f"{out}: this run is already done" in again.stdout
-    longer = run_command(corpus, out, _run(steps=50, early_stop_patience=3))
-    assert longer.returncode == 0, longer.stderr
-    assert json.loads((out / "status.json").read_text())["step"] > status["step"]
-    words = ["consolidate", "--train", str(out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
+    best = f"has not improved in 2 validations (best {status['best_value']:.6g}"
+    assert f"step {status['step']}: effective_rank {best}" in said
+    assert f"{run.out}: this run is already done" in run.train(_run(steps=50), nproc=2)[0]
+    run.train(_run(steps=50, early_stop_patience=3))
+    assert run.read("status.json")["step"] > status["step"]
+    words = ["consolidate", "--train", str(run.out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
     assert main([*words, "--options", '{"consolidate": {}}']) == 0
     assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
 

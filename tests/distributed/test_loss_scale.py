@@ -12,7 +12,7 @@ import torch
 from cellmill.runs.folder import TrainFolder
 from cellmill.train import step_guard
 from tests.distributed import cases
-from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINED
+from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINES, STAGED
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.tiers import quick
@@ -24,7 +24,7 @@ MOST: dict[str, dict[str, Any]] = {
     "ddp": LAYOUTS["ddp"],
     "FULL_SHARD": LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "selective"},
     BOTH_CUT: LAYOUTS[BOTH_CUT],
-    "pp 2": PIPELINED["pp 2"],
+    "pp 2": PIPELINES[STAGED],
     "full offload": LAYOUTS["FULL_SHARD"] | {"cpu_offload": "full"},
     "optimizer offload": LAYOUTS["ddp"] | {"cpu_offload": "optimizer"},
 }

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cellmill.runs.progress import read_lines
+from tests.distributed.command import Run
 from tests.distributed.conftest import options
-from tests.distributed.test_train_command import train
 
 
 @pytest.fixture
@@ -30,8 +30,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
     corpus: str, tmp_path: Path, installed: None
 ) -> None:
     out, calls, given = tracked(tmp_path, steps=5, val_every_steps=5)
-    done = train(corpus, out, given, nproc=2)
-    assert done.returncode == 0, done.stderr
+    _, error = Run(corpus, out).train(given, nproc=2)
     start, *lines, finish = read_calls(calls)
     assert start == {"start": "encoder", "run": "one", "steps": 5, "resume_step": 0}
     curve = read_lines(out / "metrics.jsonl")
@@ -40,7 +39,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
         by_rank = {name: max(value) for name, value in written.items() if isinstance(value, list)}
         assert {"step": line["step"]} | line["scalars"] == written | by_rank
     assert finish == {"finish": "done"}
-    warnings = [line for line in done.stderr.splitlines() if "warning: " in line]
+    warnings = [line for line in error.splitlines() if "warning: " in line]
     assert len(warnings) == 1
     assert "observer 'toy_steps' failed and is dropped: IsADirectoryError" in warnings[0]
 
@@ -48,9 +47,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
 @pytest.mark.full
 def test_an_installed_tracker_learns_that_the_run_failed(corpus: str, tmp_path: Path, installed: None) -> None:
     out, calls, given = tracked(tmp_path, steps=50, lr=1e30, warmup_steps=0, max_bad_steps=1)
-    done = train(corpus, out, given, nproc=2)
-    assert done.returncode == 2
-    assert "train.max_bad_steps" in done.stderr
+    assert "train.max_bad_steps" in Run(corpus, out).train(given, nproc=2, code=2)[1]
     assert read_calls(calls)[-1] == {"finish": "failed"}
 
 
