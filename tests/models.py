@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +90,3 @@ def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
     """What the model is given of a batch, padded to `length` tokens."""
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
-
-
-def check_padding_and_no_cells(model: Any, batch: Batch, length: int = 300) -> None:
-    """Padding changes no loss; a batch without cells has no targets, a loss of 0 and no gradient."""
-    longer = prepare(model, batch, length)
-    assert sum(longer.lengths) == length
-    torch.testing.assert_close(model(longer), model(prepare(model, batch)), rtol=1e-5, atol=1e-5)
-    none = prepare(model, batch.cut(0, 0))
-    loss = model(none)
-    loss.backward()
-    assert (loss.item(), int(none.n_targets)) == (0.0, 0)
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-def check_embeddings(model: Any, batch: Batch) -> torch.Tensor:
-    """An embedding depends on neither the order of genes nor other cells. Returns the embeddings."""
-    with torch.no_grad():
-        expected: torch.Tensor = model.eval().embed(batch)
-        order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
-        shuffled = replace(batch, genes=batch.genes[order], values=batch.values[order])
-        torch.testing.assert_close(model.embed(shuffled), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(model.embed(batch.cut(0, 1)), expected[:1], rtol=1e-5, atol=1e-5)
-    return expected

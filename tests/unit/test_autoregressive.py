@@ -24,7 +24,7 @@ from cellmill.models.batch import EncoderBatch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.objective import GeneStatistics
 from cellmill.planner.size import measure
-from tests.models import KEYS, check_padding_and_no_cells, initialized, random_cells
+from tests.models import KEYS, initialized, random_cells
 from tests.unit.small_corpus import write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
@@ -111,12 +111,6 @@ def test_the_loss_of_a_token_has_no_gradient_to_it_or_later_ones(target: int) ->
         expected = torch.zeros_like(touched)
         expected[start:target] = True
         assert torch.equal(touched, expected)
-
-
-@TOKENIZERS
-def test_padding_and_dropout_change_with_no_layout(tokenizer: str) -> None:
-    # cells of padding are longer than max_tokens
-    check_padding_and_no_cells(model_of(tokenizer, dropout=0.2).train(), batch_of(tokenizer), 500)
 
 
 def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:

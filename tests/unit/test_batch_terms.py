@@ -17,7 +17,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import write_tensors
 from cellmill.train.validation import EmbeddingMonitor
-from tests.models import check_padding_and_no_cells, config_json, genes_of, initialized, prepare, random_cells, spec
+from tests.models import config_json, genes_of, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "batch": ("x", "y", "z")}
@@ -104,11 +104,6 @@ def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str)
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(prepared), decoding, rtol=1e-5, atol=1e-5)
-
-
-@EVERY_FAMILY
-def test_neither_padding_nor_an_empty_batch_counts(family: str) -> None:
-    check_padding_and_no_cells(_randomized(_model(family, batch_adversary=0.5)), to_tensors(_cells()))
 
 
 def test_first_weights_of_a_batch_are_those_of_its_name(tmp_path: Path) -> None:

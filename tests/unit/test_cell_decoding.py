@@ -18,7 +18,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
 from cellmill.parallel.likelihoods import nb_loss, profile_loss
-from tests.models import KEYS, check_embeddings, check_padding_and_no_cells, initialized, prepare, random_cells, spec
+from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,16 +107,6 @@ def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
     vectors = [model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)]
     assert torch.equal(*vectors)
     assert not torch.equal(one.weights, other.weights)
-
-
-@EVERY_FAMILY
-def test_padding_changes_no_loss_and_no_cells_have_none(family: str) -> None:
-    check_padding_and_no_cells(_model(family, dropout=0.2).train(), to_tensors(_cells()))
-
-
-@EVERY_FAMILY
-def test_an_embedding_depends_on_neither_gene_order_nor_other_cells(family: str) -> None:
-    assert len(check_embeddings(_model(family), to_tensors(_cells()))) == 6
 
 
 def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:

@@ -19,7 +19,7 @@ from cellmill.models.build import build
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.planner.size import measure
-from tests.models import KEYS, check_padding_and_no_cells, initialized, prepare, random_cells, spec
+from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -147,11 +147,6 @@ def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
         assert values.std() > 1e-4
 
 
-@EVERY_FAMILY
-def test_padding_changes_no_loss_and_no_cells_give_zero_gradients(family: str) -> None:
-    check_padding_and_no_cells(_model(family).train(), to_tensors(_cells()))
-
-
 def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
     batch = to_tensors(_cells())
     for options in ({"objective": "query_decoding", "decoder_layers": 0}, {"objective": "cell_decoding"}):
@@ -167,7 +162,6 @@ def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
 def test_the_plan_counts_the_decoder() -> None:
     plain, wide = (measure(_spec("autoencoder", decoder_layers=n)) for n in (1, 2))
     assert wide.parameters - plain.parameters == 8 * 12**2 + 7 * 12
-    assert plain.parameters == sum(p.numel() for p in build(_spec("autoencoder", decoder_layers=1)).parameters())
     asked = [measure(_spec("autoencoder", max_asked=n)) for n in (2, 10)]
     assert asked[0].workspace_of(1 << 14) + asked[0].finish.activations_per_token * (1 << 14) < 0.7 * (
         asked[1].workspace_of(1 << 14) + asked[1].finish.activations_per_token * (1 << 14)

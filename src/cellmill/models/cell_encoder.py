@@ -107,7 +107,7 @@ def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Te
     The products are divided by the square root of H. Zeros for a cell without tokens.
     """
     states, cell = states.float(), prepared.cell
-    scores = states @ query.float() * states.shape[1] ** -0.5
+    scores = (states @ query.float()).float() * states.shape[1] ** -0.5  # autocast computes bf16
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
     largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
     weights = (scores - largest[cell]).exp()
