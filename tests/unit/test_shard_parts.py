@@ -191,8 +191,8 @@ def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> Non
     files = OpenFiles(most=5)
 
     def read(number: int) -> bool:
-        with files.reading(paths[number]) as descriptor:
-            return os.pread(descriptor, 8, 0) == bytes([number]) * 8
+        file = files[paths[number]]
+        return os.pread(file.descriptor, 8, 0) == bytes([number]) * 8
 
     order = np.random.default_rng(0).integers(len(paths), size=2000).tolist()
     with ThreadPoolExecutor(4) as pool:

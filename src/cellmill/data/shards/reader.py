@@ -22,8 +22,7 @@ import os
 import stat
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -80,15 +79,18 @@ MOST_OPEN = 256
 
 @dataclass
 class _Open:
+    """Descriptor of a file, closed when nothing refers to it."""
+
     descriptor: int
-    users: int = 0
-    gone: bool = False  # to be closed by its last user
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 class OpenFiles:
-    """Descriptors of the files used last; others are closed, and opened again when they are needed. Thread-safe.
+    """The `most` files used last, kept open; one that is being read stays open until then. Thread-safe.
 
-    More than `most` are open only while as many threads read. `copies` are those that may be read instead.
+    `copies` are files that may be read instead.
     """
 
     def __init__(self, most: int = MOST_OPEN, copies: LocalCopies | None = None):
@@ -99,53 +101,22 @@ class OpenFiles:
     def __len__(self) -> int:
         return len(self._open)
 
-    @contextmanager
-    def reading(self, path: Path) -> Iterator[int]:
-        """Descriptor of `path`, which stays open until the block ends. Raises OSError when it cannot be opened."""
+    def __getitem__(self, path: Path) -> _Open:
+        """`path` opened: keep it while its descriptor is in use. Raises OSError when it cannot be opened."""
+        file = self._open.get(path)
+        if file is None:  # without the lock: it may take long on a shared file system; a FIFO would wait without end
+            file = _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         with self._lock:
-            file = self._open.get(path)
-            if file is not None:
-                file.users += 1
-                self._open.move_to_end(path)
-        if file is None:
-            file = self._opened(path)
-        try:
-            yield file.descriptor
-        finally:
-            with self._lock:
-                file.users -= 1
-                if file.gone and not file.users:
-                    os.close(file.descriptor)
-
-    def _opened(self, path: Path) -> _Open:
-        # without the lock: it may take long on a shared file system; a FIFO would wait without end
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with self._lock:
-            file = self._open.setdefault(path, _Open(descriptor))
-            file.users += 1
-            if file.descriptor != descriptor:  # another thread was quicker
-                os.close(descriptor)
-            idle = [name for name, known in self._open.items() if not known.users]
-            for name in idle[: max(len(self._open) - self._most, 0)]:
-                self._drop(name)
-            return file
+            file = self._open.setdefault(path, file)  # another thread may have been quicker
+            self._open.move_to_end(path)
+            while len(self._open) > self._most:
+                self._open.popitem(last=False)
+        return file
 
     def close(self, path: Path) -> None:
         """Close one file, when nothing reads it any more."""
         with self._lock:
-            if path in self._open:
-                self._drop(path)
-
-    def _drop(self, path: Path) -> None:
-        file = self._open.pop(path)
-        if file.users:
-            file.gone = True
-        else:
-            os.close(file.descriptor)
-
-    def __del__(self) -> None:
-        for file in self._open.values():
-            os.close(file.descriptor)
+            self._open.pop(path, None)
 
 
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
@@ -303,15 +274,15 @@ class RowFile:
         copies = self.files.copies
         if copies is not None and (copy := copies.of(self.path)) is not None:
             try:
-                with self.files.reading(copy) as descriptor:
-                    return read(descriptor)
+                file = self.files[copy]
+                return read(file.descriptor)
             except (OSError, ValueError) as error:
                 copies.give_up(error, self.path)
         try:
-            with self.files.reading(self.path) as descriptor:
-                if not self._is_checked:
-                    self._check_size(descriptor)
-                return read(descriptor)
+            file = self.files[self.path]
+            if not self._is_checked:
+                self._check_size(file.descriptor)
+            return read(file.descriptor)
         except FileNotFoundError:
             raise DataError(f"{self.path}: no such file; {self.remedy}") from None
         except OSError as error:
