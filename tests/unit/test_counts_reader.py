@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,9 +19,9 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.data.arrays import counts_per_10k, row_sums, select_columns
-from cellmill.data.inputs import matrices
+from cellmill.data.inputs import h5_walk, matrices
 from cellmill.data.inputs.anndata_files import open_memory
-from cellmill.data.inputs.formats import declared_names, open_counts
+from cellmill.data.inputs.formats import declared_names, open_counts, open_dataset
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
@@ -165,7 +166,7 @@ def test_columns_are_moved_summed_and_dropped(counts: sp.csr_matrix) -> None:
             wanted[:, column] += counts.toarray()[:, j]
     assert (moved.toarray() == wanted).all()
     assert moved.has_canonical_format
-    assert (row_sums(moved) == wanted.sum(axis=1)).all()
+    assert (row_sums(moved.data, moved.indptr) == wanted.sum(axis=1)).all()
     turned = select_columns(counts, np.arange(37, dtype=np.int32)[::-1].copy(), 37)
     assert (turned.toarray() == before[:, ::-1]).all()
     assert (counts.toarray() == before).all()
@@ -346,3 +347,39 @@ def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: 
         assert (next(reader.rows()) != counts).nnz == 0
     with CountsReader(open_memory(data, "X", "d")) as reader, pytest.raises(DataError, match="is fractional"):
         next(reader.rows())
+
+
+def a_file(path: Path) -> Path:
+    """HDF5 with an attribute of text, which stands in a global heap."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("X", data=np.zeros(4)).attrs["encoding-type"] = "csr_matrix"
+    return path
+
+
+def zeroed(path: Path) -> Path:
+    """The file, with zeros where the sizes of the objects in its global heap stand: reading the text then loops."""
+    content = bytearray(a_file(path).read_bytes())
+    heap = content.index(b"GCOL") + 16
+    content[heap : heap + 512] = bytes(512)
+    path.write_bytes(content)
+    return path
+
+
+def test_a_file_on_which_hdf5_loops_is_one_line_and_those_before_it_are_fine(tmp_path: Path) -> None:
+    whole, damaged = a_file(tmp_path / "a.h5ad"), zeroed(tmp_path / "b.h5ad")
+    message = re.escape(f"{damaged}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again")
+    with pytest.raises(DataError, match=f"^{message}"):
+        h5_walk.check_walk([whole, damaged], limit_s=1)
+
+
+def test_inputs_are_walked_once_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
+    with pytest.raises(DataError, match="damaged: HDF5 was not through"):
+        open_dataset(zeroed(tmp_path / "b.h5ad"))
+    whole = a_file(tmp_path / "a.h5ad")
+    h5_walk.check_walk([whole])
+    monkeypatch.setattr(h5_walk.sys, "executable", "/no such interpreter")
+    h5_walk.check_walk([whole, tmp_path / "absent.h5ad", tmp_path])
+    text = tmp_path / "text.h5ad"
+    text.write_text("no HDF5")
+    h5_walk.check_walk([text])

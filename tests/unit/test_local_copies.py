@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def copier(manifest: Manifest, folder: Path, limit: float | None = None, largest
     )
     shards = {str(manifest.shard_path(shard)): shard.sha256 for shard in manifest.splits["train"].shards}
     assert process.stdin is not None
-    process.stdin.write(CopyTask(str(folder), shards, limit).line())
+    process.stdin.write(json.dumps(asdict(CopyTask(str(folder), shards, limit))).encode() + b"\n")
     process.stdin.flush()
     return process
 

@@ -29,7 +29,7 @@ from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, open
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
 from cellmill.data.shards.plan import FOLDER, make_plan
-from cellmill.data.shards.reader import OpenFiles, open_shards
+from cellmill.data.shards.reader import OpenFiles, open_shards, places, read_places
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
@@ -285,3 +285,39 @@ def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypat
     monkeypatch.undo()
     (tmp_path / "killed" / "shards" / "manifest.json").unlink()  # as Snakemake does for a job that was not finished
     assert write_corpus(tmp_path / "killed", 200).fingerprint == expected
+
+
+def test_bytes_of_a_file_go_to_their_places_and_nowhere_else(tmp_path: Path) -> None:
+    stored, memory = np.arange(100, dtype=np.int32), np.full(20, -1, np.int32)
+    (tmp_path / "numbers").write_bytes(stored.tobytes())
+    table = places(memory, np.array([15, 0, 4, 6]), np.array([5, 3, 0, 2]))
+    descriptor = os.open(tmp_path / "numbers", os.O_RDONLY)
+    assert read_places(descriptor, table, 4 * 50) == 4 * 10
+    assert memory.tolist() == [55, 56, 57, -1, -1, -1, 58, 59, *[-1] * 7, 50, 51, 52, 53, 54]
+    assert read_places(descriptor, table, 4 * 99) == 4  # the end of the file
+    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_places(descriptor, table, 0)
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 2), (19, 2), (21, 0), (3, -1)])
+def test_a_place_outside_the_array_is_refused(start: int, size: int) -> None:
+    with pytest.raises(IndexError, match="expected places within 20 entries"):
+        places(np.empty(20, np.uint16), np.array([0, start]), np.array([1, size]))
+
+
+@pytest.mark.parametrize("listed", ["ab", "ba"])
+def test_the_cells_of_the_dataset_that_is_listed_first_are_kept(tmp_path: Path, listed: str) -> None:
+    genes, counts = genes_named(20), random_counts(30, 20)
+    paths = {name: write_dataset(tmp_path / "cells" / f"{name}.h5ad", counts, genes) for name in "ab"}
+
+    def write(duplicates: str) -> Manifest:
+        options = Shard(val_frac=0, test_frac=0, cells_per_shard=100, duplicates=duplicates)  # type: ignore[arg-type]
+        out = tmp_path / duplicates / "manifest.json"
+        return write_shards([paths[name] for name in listed], vocabulary_of(genes), options, out)
+
+    dropped = write("drop")
+    [shard] = dropped.splits["train"].shards
+    assert {name[0] for name in ad.read_h5ad(dropped.shard_path(shard)).obs_names} == {listed[0]}
+    assert dropped.duplicates == {listed[1]: 30}
+    assert write("keep").duplicates == {"b": 30}

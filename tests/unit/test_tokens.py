@@ -1,7 +1,8 @@
-"""Tokenizers against one cell at a time in plain numpy."""
+"""Tokenizers against one cell at a time in plain numpy; compiled loops give the bits of numpy."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -13,9 +14,18 @@ from small_corpus import write_corpus
 from cellmill.config import plugin
 from cellmill.config.parts.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.config.run import Stream
+from cellmill.data.stream import tokenizers as module
 from cellmill.data.stream.batch import Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.tokenizers import bin_counts, shared_bins
+from cellmill.data.stream.tokenizers import (
+    Loops,
+    bin_counts,
+    by_loops,
+    by_numpy,
+    compile_loops,
+    log_values,
+    shared_bins,
+)
 from cellmill.errors import ConfigError
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
@@ -221,3 +231,56 @@ def test_values_above_the_last_bin_are_in_it_and_small_ones_in_the_first() -> No
     for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
         options = BinnedTokens(binning="uniform", bins=4, max_value=top)
         assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist() == expected
+
+
+MOST = 700
+Cells = tuple[Prefixes, np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def loops() -> Loops:
+    pytest.importorskip("numba")
+    compiled = compile_loops()
+    assert compiled is not None
+    return compiled
+
+
+def many_cells(dtype: type, largest: int, n: int = 100) -> Cells:
+    """Cells with and without genes, cut and whole; counts up to `largest`, most of them small."""
+    rng = np.random.default_rng(largest)
+    lengths = rng.integers(0, 1_400, n) * (rng.random(n) > 0.1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
+    return Prefixes(starts, MOST), counts, starts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(np.uint16, 1), (np.uint16, 63), (np.uint16, 64), (np.uint16, 65_535), (np.uint32, 2**32 - 1)],
+)
+def test_loops_make_the_bits_of_numpy(loops: Loops, dtype: type, largest: int) -> None:
+    given = many_cells(dtype, largest)
+    expected, made = by_numpy(*given), by_loops(loops, *given)
+    assert made.dtype == np.float32
+    np.testing.assert_array_equal(made.view(np.uint32), expected.view(np.uint32))
+
+
+def test_cells_without_counts_have_no_values(loops: Loops) -> None:
+    starts = np.zeros(4, np.int64)
+    assert len(by_loops(loops, Prefixes(starts, MOST), np.empty(0, np.uint16), starts)) == 0
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_batch_of_many_tokens_has_the_same_bits_with_and_without_the_loops(
+    loops: Loops, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: Future[Loops | None] = Future()
+    done.set_result(loops if installed else None)
+    monkeypatch.setattr(module, "_compiling", lambda: done)
+    kept, counts, starts = many_cells(np.uint16, 3_000)
+    assert len(kept.of(counts)) > module._MANY
+    frozen = counts.copy()
+    frozen.flags.writeable = False
+    for given in (counts, counts.astype(np.int64), frozen):  # types that the loops take, and others
+        made = log_values(kept, given, starts)
+        np.testing.assert_array_equal(made.view(np.uint32), by_numpy(kept, counts, starts).view(np.uint32))

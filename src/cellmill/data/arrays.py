@@ -1,14 +1,12 @@
 """Array arithmetic of the data engine: blocks of CSR counts, rank order of genes, and text columns.
 
 A cell's genes are ranked by count over the gene's corpus median, highest first, ties by gene. Shards and cells embedded
-on the fly go through the same function, so both give the same tokens bit for bit. The library size scales all values
-of a cell alike and does not affect the order. The sort key is float32 and never negative, so its bits sort as integers:
-one sort of (key bits, position) packed into 64 bits is exact for genes and counts of any width, and takes about a tenth
-of the time of an argsort.
+on the fly go through the same function, so both give the same tokens bit for bit. The sort key is float32 and never
+negative, so its bits sort as integers: one sort of (key bits, position) packed into 64 bits is exact for genes and
+counts of any width, and takes about a tenth of the time of an argsort.
 
-Text columns are normalised because pandas 3 stores text as `str`, keeps missing values in `astype(str)` where pandas 2
-made `nan` of them, and anndata writes `str` as a group of values and a mask, which anndata 0.12 refuses to write and
-shards of earlier versions do not have.
+Text columns are normalised because pandas 3 stores text as `str` and keeps missing values in `astype(str)` where pandas
+2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
 """
 
 from itertools import pairwise
@@ -67,11 +65,8 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
 
 
 def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
-    """A copy of a block of unsigned integers whose rows are sorted by column, then value.
-
-    Column and value are packed into one integer, of 32 bits where they fit: a quarter of the time of two
-    transpositions.
-    """
+    """A copy of a block of unsigned integers whose rows are sorted by column, then value. Column and value are packed
+    into one integer, of 32 bits where they fit: a quarter of the time of two transpositions."""
     fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
     word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
     packed = block.indices.astype(word)
@@ -91,12 +86,11 @@ def summed(block: sp.csr_matrix) -> sp.csr_matrix:
     return block
 
 
-def row_sums(block: sp.csr_matrix, values: np.ndarray | None = None) -> np.ndarray:
-    """Exact int64 sum of each row of `block`, of its counts or of other `values` at the same positions."""
-    sums, filled = np.zeros(block.shape[0], np.int64), np.flatnonzero(np.diff(block.indptr))
+def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty, start at `indptr`."""
+    sums, filled = np.zeros(len(indptr) - 1, np.int64), np.flatnonzero(indptr[1:] > indptr[:-1])
     if len(filled):
-        values = block.data if values is None else values
-        sums[filled] = np.add.reduceat(values, block.indptr[filled], dtype=np.int64)
+        sums[filled] = np.add.reduceat(values, indptr[:-1][filled], dtype=np.int64)
     return sums
 
 
@@ -115,11 +109,7 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
 
 def scale_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
     """Factor, `(cells,)` of `dtype`, that makes the sum of each row of counts 10,000; 0 for an empty row."""
-    filled = (indptr[1:] > indptr[:-1]).nonzero()[0]
-    totals = np.zeros(len(indptr) - 1, np.int64)
-    if len(filled):
-        totals[filled] = np.add.reduceat(counts, indptr[:-1][filled], dtype=np.int64)
-    return scale_of_totals(totals, dtype)
+    return scale_of_totals(row_sums(counts, indptr), dtype)
 
 
 def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:

@@ -22,7 +22,7 @@ import torch
 from cellmill.config.checks import check_rows
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
-from cellmill.data.arrays import inverse_medians, rank_order_rows, row_sums, select_columns
+from cellmill.data.arrays import inverse_medians, rank_order_rows, select_columns
 from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
@@ -125,7 +125,8 @@ def tokens_of(
             yield tokenizer.batch(genes, raw.data, starts, cells[nonempty].astype(np.int64))
             continue
         block = select_columns(raw, columns.target, vocabulary.n_genes)
-        totals += int(row_sums(block).sum()), int(row_sums(raw, raw.data * columns.measured[raw.indices]).sum())
+        measured = raw.data[columns.measured[raw.indices]]
+        totals += int(block.data.sum(dtype=np.int64)), int(measured.sum(dtype=np.int64))
         nonempty = np.flatnonzero(np.diff(block.indptr))
         block = block[nonempty]
         starts = block.indptr.astype(np.int64)

@@ -32,7 +32,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index, places
-from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify_once
+from cellmill.data.shards.manifest import READ, REMEDY, Manifest, record, verify_changed
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_gene_ids
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -142,7 +142,8 @@ def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[s
     """
     seen: dict[str, set[str]] = {name: set() for name in datasets}
     for manifest in manifests:
-        verify_once(manifest)
+        if verify_changed(manifest):
+            record(manifest)
         for shard in (shard for split in READ for shard in manifest.splits[split].shards):
             path = manifest.shard_path(shard)
             try:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cellmill.config.run import Stream
 from cellmill.data.shards.local_copies import PREFIX, CopyTask, LocalCopies, warn
-from cellmill.data.shards.manifest import Manifest, files_of_training, record, unverified, verify
+from cellmill.data.shards.manifest import Manifest, record, verify_changed
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.launch.rendezvous import node_name
@@ -78,7 +78,8 @@ class Staging:
             command = [sys.executable, "-m", "cellmill.data.shards.local_copies"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             assert self._process.stdin is not None
-            self._process.stdin.write(CopyTask(str(self.copies.folder), ordered, limit).line())
+            task = CopyTask(str(self.copies.folder), ordered, limit)
+            self._process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             warn(f"stream.stage_to: {error.strerror}; shards are read from the shared folder")
@@ -98,10 +99,8 @@ class Staging:
 
 def verify_shards(manifest: Manifest, device: torch.device) -> None:
     """Hash shards that verified.json does not know. Collective. Raises DataError naming a damaged shard."""
-    own = files_of_training(manifest)[dist.get_rank() :: dist.get_world_size()]
-    unknown = unverified(manifest, own)
-    verify(manifest, unknown)
-    hashed = torch.tensor(len(unknown), device=device)
+    part = slice(dist.get_rank(), None, dist.get_world_size())
+    hashed = torch.tensor(verify_changed(manifest, part), device=device)
     dist.all_reduce(hashed)
     if hashed.item() and dist.get_rank() == 0:
         record(manifest)

@@ -1,8 +1,8 @@
 """Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a vocabulary.
 
-Symbols change: a few percent of the names in an older dataset are by now previous symbols or aliases, so those are
-looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case matters: `Actb` is a mouse gene and `ACTB` a human
-one, and a dataset of the other organism must not pass. A name shared by several genes maps to none.
+Previous symbols and aliases are looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case matters: `Actb` is a
+mouse gene and `ACTB` a human one, and a dataset of the other organism must not pass. A name shared by several genes
+maps to none.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

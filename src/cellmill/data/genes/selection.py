@@ -16,9 +16,8 @@ import pandas as pd
 from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.plugin import import_object
 from cellmill.data.genes.names import map_genes
-from cellmill.data.genes.tables import gene_table, organism_of
+from cellmill.data.genes.tables import gene_table, organism_of, read_lines
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import refuse_special
 
 
 def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
@@ -43,14 +42,7 @@ def allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
 
 
 def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
-    refuse_special(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"vocabulary.genes: {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"vocabulary.genes: {path}: not UTF-8 text") from None
-    names = list(dict.fromkeys(name for line in lines if (name := line.strip())))
+    names = list(dict.fromkeys(name for line in read_lines(path) if (name := line.strip())))
     if not names:
         raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
     organisms = sorted({organism for gene in gene_ids if (organism := organism_of(gene))})

@@ -2,8 +2,7 @@
 
 Genes have the names and the biotype of each Ensembl id (data/genes/README.md). Orthologs are Ensembl's; a pair counts
 only if both of its genes occur in no other pair, because pairs of duplicated genes would assign the counts of one gene
-to several. The Cell Ontology (data/ontology/README.md) has the is_a edges of its terms, and gives the distance between
-two terms.
+to several. The Cell Ontology (data/ontology/README.md) has the is_a edges of its terms.
 """
 
 import gzip
@@ -14,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from cellmill.errors import ConfigError, DataError
-from cellmill.files import refuse_special
+from cellmill.errors import DataError
+from cellmill.files import require_file
 
 PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
 """Beginning of the Ensembl ids of each organism."""
@@ -145,10 +144,10 @@ PACKAGED = Path(__file__).parent / "orthologs.tsv.gz"
 def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[str, str]:
     """Ensembl id of `reference` for ids of `organism`, from the packaged table or a user's.
 
-    Raises ConfigError for a table that is missing, and DataError for one that lacks an organism or has no pair.
+    Raises DataError for a table that is missing, lacks an organism or has no pair.
     """
     path = PACKAGED if table is None else table
-    lines = _lines(path)
+    lines = read_lines(path)
     header = [name.strip().lower() for name in next(lines, "").split("\t")]
     if missing := [name for name in (organism, reference) if name not in header]:
         raise DataError(
@@ -174,13 +173,12 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     return kept
 
 
-def _lines(path: Path) -> Iterator[str]:
-    refuse_special(path)
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines of a text file, plain or gzip. Raises DataError when it is missing or damaged."""
+    require_file(path)
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig") as file:
             yield from (line.rstrip("\r\n") for line in file)
-    except FileNotFoundError:
-        raise ConfigError(f"preprocess.orthologs: {path}: no such file") from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -1,13 +1,11 @@
 """Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported models.
 
-Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id, so
-a corpus gives the same tokens in any order of its files. Each gene has the median of its counts per 10,000 over the
-cells in which it is detected: the scale of rank values (Geneformer, Theodoris et al. 2023). `data/genes/build.py` makes
-the vocabulary from cells.
+Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id. Each
+has the median of its counts per 10,000 over the cells in which it is detected: the scale of rank values (Geneformer,
+Theodoris et al. 2023).
 
-A last line that begins with `#quantiles`, where the corpus asks for it, has the quantiles of all nonzero values of the
-corpus, at equal steps of probability, for tokenizers whose bins are fitted (`BinnedTokens.binning`). A line before it
-that begins with `#variability` has the place of each gene by its variability, for `tokens.truncation: variable`.
+If the corpus asks for them, `#variability` begins a line with the rank of each gene by its variability, and
+`#quantiles` the last line, with quantiles of all nonzero values at equal steps of probability.
 """
 
 import hashlib

@@ -5,9 +5,7 @@ values are 1. Read as a matrix, repeats add up to the composition of the sequenc
 UniProt writes them, are columns of obs.
 """
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +16,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.parts.tokens import RESIDUES
+from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import CountSource
@@ -105,16 +104,11 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Lines without white space at their ends."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for line in file:
-                if b"\r" in (stripped := line.strip()):
-                    raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
-                yield stripped
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    with open_bytes(path) as file, reading(path):
+        for line in file:
+            if b"\r" in (stripped := line.strip()):
+                raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
+            yield stripped
 
 
 def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:

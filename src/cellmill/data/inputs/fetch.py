@@ -4,8 +4,8 @@
     CACHE/0f3a…/fetched.json     written last: URL, SHA-256 and size
     CACHE/0f3a…/lock             held by the job that fetches: others wait
 
-A URL is taken for one file forever: nothing asks whether it has changed. `#sha256=HEX` behind it says which file is
-expected. Credentials come from the environment, as the protocol's package reads them; no message has them.
+A URL is taken for one file forever; `#sha256=HEX` behind it says which file is expected. Credentials come from the
+environment, as the protocol's package reads them; no message has them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     folder = (cache or default_cache()) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
     if (found := _complete(folder, address)) is None:
-        with _locked(folder):
+        with open(folder / "lock", "w") as lock:
+            with suppress(OSError):  # where the file system has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             found = _complete(folder, address) or _fetch(address, folder, wanted)
     if wanted not in (None, found.sha256):
         raise DataError(
@@ -122,15 +124,6 @@ def local_input(given: Path | str, cache: Path | None = None) -> Path:
     if again.sha256 != record.sha256:
         raise DataError(f"{redacted(record.url)}: is another file than when {path} was written; delete that and rerun")
     return again.path
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Exclusive use of `folder`, which ends with the process; not where the file system has no locks."""
-    with open(folder / "lock", "w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _complete(folder: Path, address: str) -> Fetched | None:

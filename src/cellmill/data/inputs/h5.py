@@ -6,13 +6,14 @@ anndata's own writer chunks sparse arrays.
 
 from __future__ import annotations
 
+import gzip
 import io
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import h5py
 import numpy as np
@@ -91,10 +92,8 @@ def create_h5(path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = Non
 
 
 class _Disk(io.FileIO):
-    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones.
-
-    HDF5 must not see the failure: closing a file that cannot be written crashes the interpreter (seen with 2.0.0).
-    """
+    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones. HDF5 must
+    not see the failure: closing a file that cannot be written crashes the interpreter (seen with 2.0.0)."""
 
     error: OSError | None = None
 
@@ -131,6 +130,13 @@ class _Disk(io.FileIO):
 def one_line(error: BaseException) -> str:
     """Message of `error` in one line of at most 300 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file to read, plain or gzip. Raises DataError if it is not a regular file."""
+    if not path.is_file():
+        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ The text is read once, in pieces, into a temporary file sorted by cell; it is ne
 the first column of features.tsv, their id; `var` has `symbol` and `feature_types`, the second and third.
 """
 
-import gzip
 import warnings
 from pathlib import Path
 from typing import IO, Any
@@ -14,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.inputs.h5 import reading
+from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import ConfigError, DataError
@@ -57,7 +56,7 @@ class MtxMatrix(StoredMatrix):
 
     def __init__(self, path: Path, n_obs: int, n_vars: int):
         self._path, self.shape = path, (n_obs, n_vars)
-        with _text(path) as text:
+        with open_bytes(path) as text:
             self._dtype, self._n_values = self._header(text)
 
     def _header(self, text: IO[bytes]) -> tuple[type, int]:
@@ -91,7 +90,7 @@ class MtxMatrix(StoredMatrix):
         if not self._n_values:  # pandas has an error for no lines
             return
         n_values, types = 0, {"gene": np.int64, "cell": np.int64, "value": self._dtype}
-        with _text(self._path) as text, reading(self._path), warnings.catch_warnings():
+        with open_bytes(self._path) as text, reading(self._path), warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
             self._header(text)
             lines = pd.read_csv(
@@ -120,14 +119,8 @@ def _table(folder: Path, prefix: str, names: tuple[str, ...]) -> list[list[str]]
     file = next((file for file in candidates if file.exists()), None)
     if file is None:
         raise DataError(f"{folder}: no {prefix}{names[0]}.tsv; expected it beside {prefix}matrix.mtx, plain or as .gz")
-    with _text(file) as lines, reading(file):
+    with open_bytes(file) as lines, reading(file):
         rows = [line.decode().rstrip("\r\n").split("\t") for line in lines]
     if len(rows) > MAX_LENGTH:
         raise DataError(f"{file}: has {len(rows):,} lines; the limit is {MAX_LENGTH:,}")
     return rows
-
-
-def _text(path: Path) -> IO[bytes]:
-    if not path.is_file():
-        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]

@@ -1,13 +1,10 @@
 """Counts of an input, read in blocks of rows, never the whole matrix.
 
-The reader checks that the values of a format are counts and returns canonical CSR blocks; `open_counts` in
-`cellmill.data.inputs.formats` opens an input of any format.
-
-Whole numbers may also be normalised values that were rounded. `RoundedCounts` looks for three signs in up to 4,096
-cells with at least 50 detected genes each. True counts show none: nearly every such cell has a gene with one count,
-cells differ in depth by far more, and a cell of 300 genes has a gene with more than 10 counts (at least 15 in six
-datasets of blood, cell lines and brain). Counts downsampled to one depth share the second sign, so it is a warning and
-not an error.
+The reader checks that the values of a format are counts and returns canonical CSR blocks. Whole numbers may also be
+normalised values that were rounded: `RoundedCounts` looks for three signs in up to 4,096 cells with at least 50
+detected genes. True counts show none: nearly every such cell has a gene with one count, cells differ in depth by far
+more, and a cell of 300 genes has a gene with more than 10 counts (at least 15 in six datasets of blood, cell lines and
+brain). Counts downsampled to one depth share the second sign, so it is a warning and not an error.
 """
 
 import sys
@@ -43,7 +40,7 @@ class RoundedCounts:
         if len(rows):
             block = counts[rows]
             ends = (extreme.reduceat(block.data, block.indptr[:-1]) for extreme in (np.minimum, np.maximum))
-            self._cells = np.hstack([self._cells, [row_sums(block), *ends, np.diff(block.indptr)]])
+            self._cells = np.hstack([self._cells, [row_sums(block.data, block.indptr), *ends, np.diff(block.indptr)]])
 
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""

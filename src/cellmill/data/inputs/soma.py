@@ -117,10 +117,8 @@ def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFr
 
 
 def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFrame:
-    """Columns of `table`, indexed by the first of `names` that it has, else by number.
-
-    Last comes the index of the AnnData that the experiment was written from, if it says which column that is.
-    """
+    """Columns of `table`, indexed by the first of `names` that it has, else by number. Last comes the index of the
+    AnnData that the experiment was written from, if it says which column that is."""
     written = frame.metadata.get("soma_dataframe_original_index_name")
     original = json.loads(written) if isinstance(written, str) else None
     index = next((name for name in (*names, original) if name in table), _ROWS)

@@ -26,7 +26,17 @@ def is_tenx(path: Path, file: Any) -> bool:
 
 def open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
-    return _open_v3(path, file["matrix"], counts) if _is_v3(file) else _open_v2(path, file, counts)
+    if _is_v3(file):
+        return _open_v3(path, file["matrix"], counts)
+    genomes = _genomes(file)
+    if counts == "X" and len(genomes) > 1:
+        raise DataError(f"{path}: has {len(genomes)} genomes; set the dataset's `counts` to {' or '.join(genomes)}")
+    genome = genomes[0] if counts == "X" else counts
+    _require_genome(path, genome, genomes)
+    matrix, barcodes = _matrix_of(path, file[genome])
+    ids = read_texts(path, file[genome]["genes"], "genes", matrix.shape[1])
+    names = read_texts(path, file[genome]["gene_names"], "gene_names", len(ids))
+    return CountSource(path, counts, matrix, barcodes, pd.DataFrame({"symbol": names}, index=ids))
 
 
 class GenesOf(StoredMatrix):
@@ -54,33 +64,22 @@ def _genomes(file: Any) -> list[str]:
 def _open_v3(path: Path, group: Any, counts: str) -> CountSource:
     matrix, barcodes = _matrix_of(path, group)
     features = group["features"]
-    ids = read_texts(path, features.get("id"), "features/id", matrix.shape[1])
-    columns = {"symbol": "name", "feature_types": "feature_type", "genome": "genome"}
-    var = pd.DataFrame(index=pd.Index(ids, dtype=object))
-    for column, name in columns.items():
+    columns = {"id": read_texts(path, features.get("id"), "features/id", matrix.shape[1])}
+    for column, name in {"symbol": "name", "feature_types": "feature_type", "genome": "genome"}.items():
         if name in features:
-            var[column] = read_texts(path, features[name], f"features/{name}", len(ids))
-    genomes = sorted(set(var["genome"]) - {""}) if "genome" in var else []
-    if len(genomes) > 1:
-        var = _without_genome(var)
+            columns[column] = read_texts(path, features[name], f"features/{name}", matrix.shape[1])
+    genomes = sorted({*columns.get("genome", ())} - {""})
+    if len(genomes) > 1:  # Cell Ranger puts the genome before ids and symbols
+        for column in columns.keys() & {"id", "symbol"}:
+            texts = zip(columns[column], columns["genome"])
+            columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
+    ids = columns.pop("id")
+    var = pd.DataFrame(columns, index=pd.Index(ids, dtype=object))
     if counts == "X":
         return CountSource(path, counts, matrix, barcodes, var, genomes if len(genomes) > 1 else [])
     _require_genome(path, counts, ["X", *genomes])
     chosen = np.flatnonzero(var["genome"] == counts)
     return CountSource(path, counts, GenesOf(matrix, chosen), barcodes, var.iloc[chosen])
-
-
-def _open_v2(path: Path, file: Any, counts: str) -> CountSource:
-    genomes = _genomes(file)
-    if counts == "X" and len(genomes) > 1:
-        raise DataError(f"{path}: has {len(genomes)} genomes; set the dataset's `counts` to {' or '.join(genomes)}")
-    genome = genomes[0] if counts == "X" else counts
-    _require_genome(path, genome, genomes)
-    group = file[genome]
-    matrix, barcodes = _matrix_of(path, group)
-    ids = read_texts(path, group["genes"], "genes", matrix.shape[1])
-    names = read_texts(path, group["gene_names"], "gene_names", len(ids))
-    return CountSource(path, counts, matrix, barcodes, pd.DataFrame({"symbol": names}, index=ids))
 
 
 def _require_genome(path: Path, genome: str, known: list[str]) -> None:
@@ -96,15 +95,6 @@ def _matrix_of(path: Path, group: Any) -> tuple[SparseMatrix, pd.DataFrame]:
     barcodes = read_texts(path, group.get("barcodes"), "barcodes", shape[1])
     matrix = SparseMatrix(path, "matrix", group, (shape[1], shape[0]))
     return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
-
-
-def _without_genome(var: pd.DataFrame) -> pd.DataFrame:
-    """Ids and symbols without the genome that Cell Ranger puts before them where there are several."""
-
-    def cut(texts: Any) -> list[str]:
-        return [t.removeprefix(g).lstrip("_") if g else t for t, g in zip(texts, var["genome"])]
-
-    return var.assign(**{"symbol": cut(var["symbol"])} if "symbol" in var else {}).set_axis(cut(var.index), axis=0)
 
 
 def read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:

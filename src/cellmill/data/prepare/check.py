@@ -1,8 +1,8 @@
 """Checks before anything runs: the files, packages and obs columns that the configuration names.
 
-Only names are read, and the categories of a control's column. Other inputs, and those that do not exist yet, are left
-to stage preprocess, which repeats all checks before it reads counts. Files are checked here because Snakemake accepts
-an output whose input is missing, without a message: a mistyped path would keep the results of the file named before.
+Only names are read, and the categories of a control's column; the rest is left to stage preprocess, which repeats all
+checks before it reads counts. Files are checked here because Snakemake accepts an output whose input is missing,
+without a message: a mistyped path would keep the results of the file named before.
 """
 
 from collections.abc import Callable, Iterator

@@ -202,7 +202,7 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
         cells.column_sums += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
-        cells.n_genes[rows], cells.n_counts[rows] = np.diff(block.indptr), row_sums(block)
+        cells.n_genes[rows], cells.n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
         mito = np.flatnonzero(genes.is_mito[block.indices])
         cell = np.searchsorted(block.indptr, mito, side="right") - 1
         mito_counts = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
@@ -284,20 +284,24 @@ def _report(
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
-        "quantiles": {
-            name: {
-                "before": np.quantile(values, QUANTILES).tolist(),
-                "after": np.quantile(values[kept], QUANTILES).tolist(),
-            }
-            for name, values in measures.items()
-        }
-        | {"at": list(QUANTILES)},
-        "histograms": {name: histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
+    } | distributions(options, measures, kept)
+
+
+def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
+    """Entries of a QC report: quantiles and histograms of measures of cells, and the options."""
+
+    def at(values: np.ndarray) -> list[float]:
+        return np.quantile(values, QUANTILES).tolist()
+
+    quantiles = {name: {"before": at(values), "after": at(values[kept])} for name, values in measures.items()}
+    return {
+        "quantiles": quantiles | {"at": list(QUANTILES)},
+        "histograms": {name: _histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
         "options": options.model_dump(mode="json"),
     }
 
 
-def histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
+def _histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
     """Cells in each bin, before and after QC; on a log scale the first bin includes zeros."""
     if logarithmic:
         edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)

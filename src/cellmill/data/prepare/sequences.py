@@ -1,10 +1,8 @@
 """Sequences on their way to shards: the records that stay, and the vocabulary of residues.
 
-A sequence is treated as a cell whose genes are its residues in their order. It has no counts, medians or Ensembl ids,
-so quality control is its length (`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays.
-
-Cells of which only the rank order of their genes is known (`ranked`) are rows of the same kind, but their genes have
-ids, and medians by which counts of other files are ranked.
+A sequence is treated as a cell whose genes are its residues in order. Quality control is its length
+(`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays. Cells of which only the rank
+order of their genes is known (`ranked`) are rows of the same kind; their genes have ids and medians.
 """
 
 import hashlib
@@ -24,7 +22,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.obs import choose_obs
-from cellmill.data.prepare.preprocess import QUANTILES, histogram
+from cellmill.data.prepare.preprocess import distributions
 from cellmill.errors import DataError
 
 DROPPED = ("filter", "no residues", "min_counts", "duplicate")
@@ -59,18 +57,14 @@ def preprocess_sequences(
     nnz, dtype, ranked = int(lengths[kept].sum()), count_dtype(1), reader.ranked
     write_cells(out, chosen.kept(kept), reader.var, kept_rows(), nnz, dtype, True, options.compression, ranked)
     n, measure = reader.n_vars, "n_genes" if ranked else "n_residues"
-    quantiles = {"before": np.quantile(lengths, QUANTILES), "after": np.quantile(lengths[kept], QUANTILES)}
     report = {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
         "genes": {"in": n, "out": n, "dropped": {}},
         "coverage": {"frac": 1.0, "n_genes": n},
         "nnz": nnz,
         "dtype": dtype.name,
-        "quantiles": {measure: {name: q.tolist() for name, q in quantiles.items()}, "at": list(QUANTILES)},
-        "histograms": {measure: histogram(lengths, kept, logarithmic=True)},
-        "options": options.model_dump(mode="json"),
     }
-    return report | chosen.label_report(kept)
+    return report | distributions(options, {measure: lengths}, kept) | chosen.label_report(kept)
 
 
 def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,20 +1,17 @@
 """Simulated cells, simulated protein families, and demo data of real cells, for examples, tests and benchmarks.
 
 Simulated cells have the difficulties of real ones. Cell types are the leaves of a binary tree along which expression
-drifts, so siblings are similar; programmes of co-expressed genes vary within a type; batches and donors shift genes;
-library sizes differ; every droplet has ambient RNA of the whole pool; in perturbed cells one gene is knocked down and
-some others change. Counts are Poisson. Cell i depends only on the seed and its block of 256 cells, so any number of
-cells takes the memory of one block.
+drifts; programmes of co-expressed genes vary within a type; batches and donors shift genes; library sizes differ; every
+droplet has ambient RNA; in perturbed cells one gene is knocked down and some others change. Counts are Poisson. Cell i
+depends only on the seed and its block of 256 cells.
 
 A protein family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar
-residues, and a deletion. So residues can be predicted from their context, and families distinguished. The residues'
-frequencies are from Swiss-Prot (UniProtKB/Swiss-Prot release statistics, amino acid composition). A header has the mean
-hydropathy of the sequence's residues (Kyte & Doolittle 1982), a number that a model can learn.
+residues, and a deletion. Frequencies are from Swiss-Prot (release statistics, amino acid composition). A header has the
+mean hydropathy of the residues (Kyte & Doolittle 1982), a number that a model can learn.
 
-The demo data are raw counts of the 700 peripheral blood cells shipped with the scanpy package:
-`10x_pbmc68k_reduced.h5ad` (Zheng et al. 2017, doi:10.1038/ncomms14049; BSD-3-Clause with scanpy) has
-log(1 + counts per 10,000) of 765 genes in `raw`, and each cell's total over all genes in `n_counts`. The logarithms
-are float32, precise enough to recover the counts exactly.
+The demo data are the 700 peripheral blood cells shipped with scanpy: `10x_pbmc68k_reduced.h5ad` (Zheng et al. 2017,
+doi:10.1038/ncomms14049; BSD-3-Clause) has log(1 + counts per 10,000) of 765 genes in `raw` and totals in `n_counts`,
+precise enough to recover the counts exactly.
 """
 
 import gzip
@@ -161,10 +158,7 @@ LONGEST_DELETION = 10
 
 
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
-    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy.
-
-    Raises ConfigError.
-    """
+    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy. Raises ConfigError."""
     for name, value, high in (("cells", sequences, 10**7), ("types", families, 1000)):
         if not 1 <= value <= high:
             raise ConfigError(f"--{name}: expected 1 to {high:,}, got {value}")

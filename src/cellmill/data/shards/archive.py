@@ -1,16 +1,13 @@
 """Shards as an archive of about a seventh of float32, from which they are restored byte for byte.
 
-Genes in rank order hardly compress. So the genes of a cell are sorted, and stored as differences; the rank order
-follows from counts and medians. A file becomes a zip with the same name and `.zip`:
+Genes in rank order hardly compress, so the genes of a cell are sorted and stored as differences; the rank order follows
+from counts and medians. A file becomes a zip with the same name and `.zip`:
 
     layout.json         `sha256` and `size` of the file, `by_gene` of each block of 1,024 cells
-    rest                bytes of the file without X/indices and X/data
+    rest                bytes of the file without X/indices and X/data; alone in files without cells
     medians             of the vocabulary's genes, float32
     starts              indptr of X, int64
-    genes-N, counts-N   of block N, compressed by `_encode`
-
-A block whose order does not follow from the medians keeps it (`by_gene` false), so any shard is restored. Files beside
-the shards, and shards without cells, have `rest` alone.
+    genes-N, counts-N   of block N, compressed by `_encode`; in rank order if that does not follow (`by_gene` false)
 """
 
 from __future__ import annotations

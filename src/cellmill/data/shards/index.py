@@ -15,7 +15,7 @@ a missing value. Numbers are what an objective predicts, such as an age or a pro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -76,12 +76,11 @@ class CellColumns:
 
     def __init__(self, manifest: Manifest, split: str, kind: Literal["levels", "numbers"], names: Iterable[str]):
         names, stored = list(names), open_index(manifest, split, kind)
-        self._path, self._n_levels = manifest.shard_path(manifest.splits[split].index[kind]), None
-        if kind == "levels":
-            self._n_levels = np.array([len(manifest.obs_levels[name]["levels"]) for name in names], np.int32)
-        known: Collection[str] = manifest.obs_levels if kind == "levels" else manifest.obs_numbers
+        self._path, is_levels = manifest.shard_path(manifest.splits[split].index[kind]), kind == "levels"
+        levels = manifest.obs_levels
+        self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32) if is_levels else None
         # in the order of a list: another program may have sorted the keys of an object
-        order = [name for name in dict.fromkeys(manifest.obs_columns) if name in known]
+        order = sorted(levels if is_levels else manifest.obs_numbers, key=manifest.obs_columns.index)
         self._columns = [stored[order.index(name)] for name in names]
 
     def __getitem__(self, cells: np.ndarray | slice) -> np.ndarray:

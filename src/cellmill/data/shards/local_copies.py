@@ -15,10 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Self
 
 from cellmill.errors import UserError
 from cellmill.files import sha256_file
@@ -84,13 +83,6 @@ class CopyTask:
     limit_bytes: float | None
     """Most bytes of all copies."""
 
-    def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def of(cls, line: bytes) -> Self:
-        return cls(**json.loads(line))
-
 
 class _Ended(Exception):
     """The training ended."""
@@ -101,7 +93,7 @@ def main() -> None:
     for number in STOP_SIGNALS:  # SLURM sends them to all processes of a job; the training still reads while it saves
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    task, ended = CopyTask.of(sys.stdin.buffer.readline()), Event()
+    task, ended = CopyTask(**json.loads(sys.stdin.buffer.readline())), Event()
 
     def wait_for_end() -> None:
         with suppress(OSError):

@@ -1,8 +1,7 @@
 """The manifest of a corpus's shards: their contents, and digests to check them by.
 
 It is written last in a folder of shards: its existence means they are complete. It needs no HDF5, so a launcher can
-check a corpus in little memory. Types and ranges are checked when manifest.json is read, not later: the fingerprint
-covers cells and order, but not the names of the files, which must not lead out of their folder. verified.json lists the
+check a corpus in little memory. All checks are made when manifest.json is read, not later. verified.json lists the
 files whose bytes have been hashed, with the size and time that each had then.
 """
 
@@ -234,34 +233,25 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 READ = ("train", "val")  # splits that a training reads
 
 
-def files_of_training(manifest: Manifest) -> list[ShardEntry | IndexEntry]:
-    """Every shard that a training reads, and the arrays beside them."""
-    return [file for split in READ for file in manifest.splits[split].files]
-
-
-def verify_once(manifest: Manifest) -> None:
-    """Hash the files of a training, unless they are as when they were last hashed.
+def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
+    """Hash a part of the files of a training, without those that are as verified.json says; return their number.
 
     Raises DataError naming a damaged one.
     """
-    if unknown := unverified(manifest, files_of_training(manifest)):
-        verify(manifest, unknown)
-        record(manifest)
-
-
-def unverified(manifest: Manifest, files: list[ShardEntry | IndexEntry]) -> list[ShardEntry | IndexEntry]:
-    """Those of `files` whose size or time is not as in verified.json."""
     try:
         tree = read_json(_record(manifest))
         known = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
     except (DataError, OSError, KeyError, TypeError, ValueError):
         known = {}
-    return [file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))]
+    files = [file for split in READ for file in manifest.splits[split].files][part]
+    changed = [file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))]
+    verify(manifest, changed)
+    return len(changed)
 
 
 def record(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
-    stamps = {file.name: stamp(manifest.shard_path(file)) for file in files_of_training(manifest)}
+    stamps = {file.name: stamp(manifest.shard_path(file)) for split in READ for file in manifest.splits[split].files}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
         write_json(_record(manifest), {"fingerprint": manifest.fingerprint, "files": stamps})
 

@@ -11,8 +11,8 @@ DATASET and COLUMN are positions in the lists of datasets and columns. These arr
 of all datasets: anndata's own encoding would read whole columns for each.
 
 Levels and numbers of obs columns are derived here, and the arrays of `data/shards/index.py` written. Text, booleans and
-whole numbers have levels, sorted as text. Numbers with decimals and columns of more than `MAX_LEVELS` values, such as
-barcodes, have none. Text is a column of numbers if all of it is: a FASTA header, or a table, may have nothing else.
+whole numbers have levels, sorted as text, unless there are more than `MAX_LEVELS`. A column of text has numbers if all
+of it reads as numbers.
 """
 
 from __future__ import annotations
@@ -127,20 +127,20 @@ def columns_of(dtypes: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
     for name in dict.fromkeys(name for own in dtypes for name in own):
         present = [name in own for own in dtypes]
         found = {own[name] for own in dtypes if name in own}
+        dtype = "<f8" if found <= {"<i8", "<f8"} else None
         if all(present) and len(found) == 1:
             [dtype] = found
-        else:
-            dtype = "<f8" if found <= {"<i8", "<f8"} else None
-        shown = name if name != DATASET else f"{DATASET}_original"
-        columns.append(ObsColumn(shown, name, dtype, present))
+        columns.append(ObsColumn(name if name != DATASET else f"{DATASET}_original", name, dtype, present))
     return columns
 
 
+@dataclass
 class JointObs:
     """obs of the cells of a corpus, read from `folder`."""
 
-    def __init__(self, folder: Path, datasets: Sequence[str], columns: Sequence[ObsColumn]):
-        self.folder, self.datasets, self.columns = folder, list(datasets), list(columns)
+    folder: Path
+    datasets: list[str]
+    columns: list[ObsColumn]
 
     @property
     def column_names(self) -> list[str]:

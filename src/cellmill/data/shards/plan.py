@@ -1,19 +1,15 @@
-"""Plan of a corpus's shards, in one file: split, shard and position of every cell, before a shard is written.
+"""Plan of a corpus's shards: split, shard and position of every cell, before a shard is written.
 
 One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
-hash of its content. They determine the splits and the order on disk, and so everything but the shards themselves. The
-plan lies in a folder, so that shards can be written in parts, by one process or by several jobs, and after a kill by
-the next:
+hash of its (gene id, count) pairs. Cells are assigned to train, val and test by that hash and the seed, so equal cells
+of any file are in one split, or by the values of an obs column. The plan lies in a folder, so that shards can be
+written by several jobs, and after a kill by the next:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
     obs/           obs of all cells (`data/shards/obs.py`)
 
 The arrays that are read beside the manifest (`index.py`) are written with it.
-
-Cells are assigned to train, val and test by a hash of their counts, or by the values of an obs column. The hash is of a
-cell's unordered (gene id, count) pairs and the seed: a cell falls into the same split in any file, row or column order,
-so duplicates are never in two splits.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -76,14 +73,12 @@ def split_by_value(
     in `train_values` go to train, and count for no fraction. Raises DataError when there are too few, and for one of
     `train_values` that no cell has.
     """
-    unique = sorted(set(values))
+    code, unique = pd.factorize(values, sort=True)
     if missing := sorted({*train_values} - {*unique}):
-        raise DataError(
-            f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; "
-            f"{did_you_mean(missing[0], [str(value) for value in unique])}"
-        )
+        hint = did_you_mean(missing[0], unique.tolist())
+        raise DataError(f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}")
     if train_values:
-        kept = np.isin(values.astype(str), [*train_values])
+        kept = np.isin(unique, [*train_values])[code]
         if kept.all() and val_frac + test_frac > 0:
             raise DataError(
                 f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
@@ -92,9 +87,7 @@ def split_by_value(
         split = np.zeros(len(values), np.int8)
         split[~kept] = split_by_value(values[~kept], column, seed, val_frac, test_frac)
         return split
-    number = {value: i for i, value in enumerate(unique)}
-    code = np.array([number[value] for value in values])
-    order = sorted(range(len(unique)), key=lambda i: (hash_text(str(unique[i]), seed), str(unique[i])))
+    order = sorted(range(len(unique)), key=lambda i: (hash_text(unique[i], seed), unique[i]))
     n_test, n_val = (max(1, round(frac * len(unique))) if frac > 0 else 0 for frac in (test_frac, val_frac))
     if n_test + n_val >= len(unique):
         values_text = f"only the value {str(unique[0])!r}" if len(unique) == 1 else f"only {len(unique)} values"
@@ -189,8 +182,7 @@ class _Scan:
     dtypes: dict[str, str | None]  # of obs columns
     values: np.ndarray | None  # of the column that splits, as text
     hashes: np.ndarray
-    nnz: np.ndarray  # nonzeros among the vocabulary's genes
-    largest: np.ndarray  # largest count among them
+    cells: np.ndarray  # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
     ordered: bool
     ranked: bool
 
@@ -222,7 +214,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
-    scans = [_scan(path, vocabulary, gene_hashes, options.split_by) for path in cells]
+    scans = [_scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in enumerate(cells)]
     corpus, hashes, split = _divide(cells, scans, options)
     dropped = options.duplicates == "drop"
     rank = np.array([listed.index(path) if dropped else number for number, path in enumerate(cells)])
@@ -245,7 +237,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             index[name] = write_split_index(
                 manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
             )
-        sizes = [len(scan.nnz) for scan in scans]
+        sizes = [len(scan.cells) for scan in scans]
         obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, chosen, index)
         plan = ShardPlan(
             folder=folder,
@@ -255,7 +247,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             cells_per_shard=options.cells_per_shard,
             n_obs={name: len(own) for name, own in chosen.items()},
             index=index,
-            left_out={name: int((scan.nnz == 0).sum()) for name, scan in zip(names, scans)},
+            left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)},
             duplicates={name: n for name, n in zip(names, duplicates) if n},
             across_splits=across_splits,
             columns=obs.columns,
@@ -287,23 +279,25 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
     return digest(facts)
 
 
-def _scan(path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
-    hashes, nnz, largest = [], [], []
+def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
+    hashes, first = [], 0
     with open_counts(path) as reader:
-        target = vocabulary.rows_of(reader.var_names)
+        target, cells = vocabulary.rows_of(reader.var_names), np.empty(reader.n_obs, CELL)
+        cells["dataset"], cells["row"] = number, np.arange(reader.n_obs)
         for block in reader.rows(BLOCK):
             counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
             # a sequence is its residues at their places, a cell its genes with their counts
             values = places(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
-            nnz.append(np.diff(counts.indptr))
-            largest.append(np.ones(len(nnz[-1])) if reader.ordered else counts.max(axis=1).toarray().ravel())
+            part = cells[first : first + block.shape[0]]
+            part["nnz"] = np.diff(counts.indptr)
+            part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
+            first += block.shape[0]
         return _Scan(
             dtypes_of(reader.obs),
             None if split_by is None else _values(reader, split_by),
             np.concatenate(hashes),
-            np.concatenate(nnz),
-            np.concatenate(largest),
+            cells,
             reader.ordered,
             reader.ranked,
         )
@@ -336,12 +330,7 @@ def _values(reader: CountsReader, column: str) -> np.ndarray:
 
 def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cells with a gene of the vocabulary, by dataset, of dtype `CELL`; their hashes and splits."""
-    sizes = [len(scan.nnz) for scan in scans]
-    corpus = np.empty(sum(sizes), CELL)
-    corpus["dataset"] = np.repeat(np.arange(len(scans)), sizes)
-    corpus["row"] = np.concatenate([np.arange(size) for size in sizes])
-    corpus["nnz"] = np.concatenate([scan.nnz for scan in scans])
-    corpus["largest"] = np.concatenate([scan.largest for scan in scans])
+    corpus = np.concatenate([scan.cells for scan in scans])
     keep = corpus["nnz"] > 0
     if not keep.any():
         raise DataError(
@@ -360,10 +349,8 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
 
 
 def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, int]:
-    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split.
-
-    Cells of datasets of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first.
-    """
+    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split. Cells of datasets
+    of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first."""
     by_rank = np.argsort(rank, kind="stable")
     order = by_rank[hash_order(hashes[by_rank])]
     ordered = hashes[order]
@@ -382,7 +369,7 @@ def _write_obs(obs: JointObs, cells: list[Path], scans: list[_Scan], corpus: np.
     ends = np.searchsorted(corpus["dataset"], np.arange(len(cells) + 1))
     kept = [np.ascontiguousarray(corpus["row"][first:last]) for first, last in pairwise(ends.tolist())]
     for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
-        mask = np.zeros(len(scan.nnz), bool)
+        mask = np.zeros(len(scan.cells), bool)
         mask[rows] = True
         with open_counts(path) as reader:
             obs.write(number, reader.obs, mask)

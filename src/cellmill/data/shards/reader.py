@@ -3,12 +3,11 @@
 Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and little-endian, so any
 scverse tool opens a shard, and a block of cells is one `preadv` at a known offset: no HDF5 call, no copy. pread is
 faster than mmap: 85k against 40k cells/s cold. Genes are int32: with uint16 `adata[:, genes]` crashes the interpreter.
-Offsets are in the manifest and lengths of rows beside it, so a shard is opened when it is first read; `verify` in
-`data/shards/manifest.py` hashes its bytes once before training.
+Offsets are in the manifest and lengths of rows beside it, so a shard is opened when it is first read.
 
-Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values, which any scverse
-tool opens. Stage `shard` gathers single rows in random order, without HDF5, whose lock would let only one thread read
-at a time: each chunk is one pread, decompressed without Python's lock. A row of 2,000 genes lies in one or two chunks.
+Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values. Stage `shard`
+gathers single rows in random order, without HDF5, whose lock would let only one thread read at a time: each chunk is
+one pread, decompressed without Python's lock. A row of 2,000 genes lies in one or two chunks.
 
 `read_places` reads consecutive bytes into many memory locations listed in an array. `os.preadv` takes a list of
 buffers instead: making it costs half a microsecond per cell, during which no other thread can run Python.
@@ -135,10 +134,8 @@ class Contiguous:
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Contiguous:
         """Raises ValueError unless it can be read by offset."""
-        if dataset.compression or dataset.shuffle or dataset.fletcher32 or dataset.scaleoffset:
-            raise ValueError(f"{dataset.name} is compressed or filtered, but rows are read by offset")
-        if dataset.chunks is not None:
-            raise ValueError(f"{dataset.name} is chunked, but rows are read by offset")
+        if dataset.chunks is not None:  # as it is where anything is compressed
+            raise ValueError(f"{dataset.name} is chunked or compressed, but rows are read by offset")
         offset = dataset.id.get_offset()
         if offset is None and dataset.size:
             raise ValueError(f"{dataset.name} has no offset in the file (virtual, external or never written)")
@@ -192,7 +189,7 @@ class Chunks:
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError or zlib.error for a damaged chunk."""
         first, last = start // self.length, -(-stop // self.length)
-        whole = np.concatenate([self._chunk(descriptor, at) for at in range(first, last)])
+        whole = np.concatenate([np.empty(0, self.dtype), *(self._chunk(descriptor, at) for at in range(first, last))])
         return whole[start - first * self.length : stop - first * self.length]
 
     def _chunk(self, descriptor: int, at: int) -> np.ndarray:
@@ -248,16 +245,11 @@ class RowFile:
 
     def read_genes(self, start: int, stop: int) -> np.ndarray:
         """Genes (int32) of nonzeros `start` to `stop`."""
-        return self._values(self.genes, start, stop)
+        return self._read(partial(self.genes.read, start=start, stop=stop))
 
     def read_counts(self, start: int, stop: int) -> np.ndarray:
         """Counts (`dtype`) of nonzeros `start` to `stop`."""
-        return self._values(self.counts, start, stop)
-
-    def _values(self, stored: Contiguous | Chunks, start: int, stop: int) -> np.ndarray:
-        if start == stop:
-            return np.empty(0, stored.dtype)
-        return self._read(partial(stored.read, start=start, stop=stop))
+        return self._read(partial(self.counts.read, start=start, stop=stop))
 
     def scatter_genes(self, start: int, table: np.ndarray) -> None:
         """Fill a table of `places`, which must live until then, with genes of a shard from nonzero `start` on."""

@@ -1,9 +1,8 @@
 """Writing shards of many datasets by a plan: preshuffled and rank-ordered, with one shard of cells in memory at a time.
 
-The cells of each shard are gathered from the datasets, by pread in disk order, and written in the plan's order. Cells
-are shuffled on disk so that blocks of contiguous cells, which are fast to read, are already mixed: a batch has a donor
-entropy of 3.26 of 3.27 bits. A shard is a function of the plan and its place alone, so any number of jobs writes the
-same ones. Beside the plan each finished shard has its entry of the manifest, by which the next process keeps it.
+The cells of each shard are gathered from the datasets, by pread in disk order, and written in the plan's order. A shard
+is a function of the plan and its number alone, so any number of jobs writes the same ones. Beside the plan each
+finished shard has its entry of the manifest, by which the next process keeps it.
 """
 
 from __future__ import annotations
@@ -170,10 +169,8 @@ class _Writer:
         write_json(_entry_path(self._plan, place), done)
 
     def _ordered_blocks(self, cells: np.ndarray) -> Iterator[sp.csr_matrix]:
-        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` rows at a time.
-
-        Sequences keep their own order.
-        """
+        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` rows at a time. Sequences keep their
+        own order."""
         ordered = self._plan.ordered
         starts, columns, counts = _gather(cells, self._sources)
         for first in range(0, len(cells), BLOCK):
@@ -204,10 +201,8 @@ def _narrow_indptr(path: Path) -> None:
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of `cells` from their files: starts (int64), columns and counts (uint32).
-
-    Columns (int32) count through all files: those of file i follow those of file i - 1.
-    """
+    """Rows of `cells` from their files: starts (int64), columns and counts (uint32). Columns (int32) count through all
+    files: those of file i follow those of file i - 1."""
     dataset, rows = np.ascontiguousarray(cells["dataset"]), np.ascontiguousarray(cells["row"])
     lengths = np.zeros(len(cells), np.int64)
     for number in np.unique(dataset).tolist():

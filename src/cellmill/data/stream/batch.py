@@ -1,10 +1,8 @@
 """Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into micro-batches.
 
-Genes come in rank order, so a cell that is cut keeps its most prominent genes.
-
 Memory of batches is kept here and reused: a fresh array of a megabyte costs a page fault for every 4 KiB, which takes
-longer than filling it, and the allocator returns memory of this size to the kernel again and again. No consumer has to
-release a batch: its memory is free when the last reference to the array, a view of it or a tensor over it is gone.
+longer than filling it. No consumer has to release a batch: its memory is free when the last reference to the array, a
+view of it or a tensor over it is gone.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a 
 integers, counted in batches handed out; resuming seeks and replays nothing.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from cellmill.data.stream.prefetch import Prefetch, PrefetchedStep
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
-_AHEAD = 2  # steps tokenized in advance
+_AHEAD = 3  # steps tokenized in advance, with the one that is being tokenized
 # options that, with seed and batch, define the order; with weights, those too; and the part if not all cells are read
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent")
@@ -119,9 +119,7 @@ class CellStream:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Micro-batches of this rank for each optimizer step, as many as on every other rank; some may be empty.
-
-        Endless over epochs, starting at the state; without shuffling one epoch, always from its start.
-        """
+        Endless over epochs, starting at the state; without shuffling one epoch, always from its start."""
         if self._closed:
             raise RuntimeError("the stream is closed")
         if not self._layout.shuffle:
@@ -223,41 +221,25 @@ class _Ahead:
 
     def __init__(self, items: Iterator[list[Batch]]):
         self._items = items
-        self._queue: queue.Queue[tuple[list[Batch] | None, BaseException | None]] = queue.Queue(_AHEAD)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cellmill-stream", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
+        self._made = deque(self._pool.submit(self._next) for _ in range(_AHEAD))
+
+    def _next(self) -> list[Batch] | None:
+        return next(self._items, None)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        while not self._stopping.is_set():
-            item, error = self._queue.get()
-            if error is not None:
-                raise error
+        while self._made:
+            try:
+                item = self._made.popleft().result()
+            except CancelledError:  # another thread stopped it
+                return
             if item is None:
                 return
+            with suppress(RuntimeError):  # as above: no task is taken any more
+                self._made.append(self._pool.submit(self._next))
             yield item
 
     def stop(self) -> None:
         """End the thread and wait for it."""
-        self._stopping.set()
-        while self._thread.is_alive():
-            self._empty()
-            self._thread.join(0.01)
-        self._empty()
-        self._queue.put((None, None))  # wakes a waiting consumer
-
-    def _empty(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-
-    def _run(self) -> None:
-        end: tuple[None, BaseException | None] = (None, None)
-        try:
-            for item in self._items:
-                self._queue.put((item, None))
-                if self._stopping.is_set():
-                    return
-        except BaseException as error:
-            end = (None, error)
-        self._queue.put(end)
+        self._pool.shutdown(cancel_futures=True)
+        self._made.clear()

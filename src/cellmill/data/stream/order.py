@@ -1,24 +1,17 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-The order is a pure function of (seed, epoch, lane, window), so any step of any epoch is reached without replaying
-earlier ones, and a run resumes from a few integers. Blocks of contiguous cells are permuted and dealt to `lanes`;
-within a lane, cells are permuted in windows of blocks. Blocks that do not fill a round of lanes are cut by cell, so
-lanes differ by at most one cell. A global batch takes a fixed number of cells from each lane and is therefore the same
-set of cells for any number of ranks: `per_lane`, and at the end of an epoch the remaining cells, or with `equal_steps`
-an even part of the epoch. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27
-bits).
+The order is a function of (seed, epoch, lane, window) alone, so any step is reached without replaying earlier ones.
+Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in windows of blocks.
+Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one cell. A global batch takes
+`per_lane` cells of each lane, or with `equal_steps` an even part of the epoch: the same set of cells for any number of
+ranks. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
 
-An epoch may also read some cells several times and others not at all, by the level of an obs column (`Repeats`). It
-keeps its number of cells, N, and so its steps. A cell of a level with n cells has the weight
-`min(max_repeats, s * n ** -exponent)`, with s such that the weights of all cells add up to N: exponent 0 reads every
-cell once, 1 reads every level equally often, as far as `max_repeats` allows. Weights are not probabilities: each cell
-is read the whole part of its weight or once more, and the cells that are read once more are drawn anew each epoch, so
-that a level is read N times its share, rounded to whole cells.
-
-In such an epoch a block occurs as often as its most repeated cell: its first copy has the cells that are read at least
-once, its second copy the cells that are read at least twice, and so on, so that copies of a cell are apart. The copies
-are dealt to lanes in contiguous parts that differ by at most one cell, and a window has as many cells as
-`window_blocks` full blocks.
+An epoch may also read some cells several times and others not at all, by the level of an obs column (`Repeats`), with
+the same number of cells, N. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with
+s such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often. Each cell is read
+the whole part of its weight or once more; which ones are read once more is drawn anew each epoch. A block then occurs
+as often as its most repeated cell: copy k has the cells that are read at least k times, so copies of a cell are apart.
+The copies are dealt to lanes in contiguous parts, and a window has as many cells as `window_blocks` full blocks.
 """
 
 from __future__ import annotations

@@ -4,18 +4,20 @@ A block is one `preadv` that scatters its cells to where steps take them: window
 buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining lanes costs a
 copy, and a batch is one slice. There are two buffers, one in use and one being filled; they are reused, because
 fresh memory costs about as much as the reading (a page fault per 4 KiB).
+
+Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
+cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cellmill.data.shards.reader import RowFile, places
-from cellmill.data.stream.lane_lengths import LaneLengths
 from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
 
 _TASKS = 32  # of the windows read into one buffer: handing one over costs as much as reading some cells
@@ -66,29 +68,6 @@ class Buffer:
         if name not in self._arrays or len(self._arrays[name]) < size:
             self._arrays[name] = np.empty(size + size // 8, dtype)
         return self._arrays[name][:size]
-
-
-class WindowReader:
-    """Reads windows of cells of `shards` by threads; counts, as `dtype`, unless it is None."""
-
-    def __init__(self, shards: list[RowFile], dtype: np.dtype | None, threads: int) -> None:
-        self._shards, self._dtype = shards, dtype
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cellmill-read")
-
-    def close(self) -> None:
-        """End the threads after the reads in progress."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def start(self, plan: WindowPlan, buffer: Buffer) -> tuple[WindowCells, list[Future[None]]]:
-        """Start to read windows into `buffer`: the cells, and the reads that they wait for."""
-        total = int(plan.window.starts[-1])
-        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
-        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
-        run_starts = np.cumsum([0, *(n for _, _, n in plan.spans)]).tolist()
-        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(plan.spans, run_starts)]
-        reads, per_task = _Reads(window, plan.position), -(-len(runs) // _TASKS)
-        parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
-        return window, [self._pool.submit(reads.read, part) for part in parts]
 
 
 class _Reads:
@@ -159,11 +138,11 @@ class Prefetch:
         self._max_genes = max_genes
         self._buffer = Buffer()  # for a step whose cells are in two of the buffers
         self._epochs: dict[int, Epoch] = {}
-        self._reader = WindowReader(shards, self._dtype, io_threads)
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
         """End the threads after the reads in progress."""
-        self._reader.close()
+        self._pool.shutdown(cancel_futures=True)
 
     def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
@@ -171,17 +150,22 @@ class Prefetch:
         before = layout.lanes_before(step)
         others = np.setdiff1d(np.arange(layout.lanes), self._own)
         lengths = self._lengths_of(others, epoch, before)
-        ahead = _ReadAhead(self._plans(epoch, before), self._reader)
+        ahead = _ReadAhead(self._plans(epoch, before), self._shards, self._dtype, self._pool)
         while True:
             for number in range(step, layout.steps_per_epoch):
                 after = layout.lanes_before(number + 1)
                 n, before = after - before, after
                 table = np.zeros((layout.lanes, n.max()), np.int32)
+                is_own = np.arange(n.max()) < n[:, None]
                 if len(others):
                     of_others = lengths.take(n[others])
                     table[others, : of_others.shape[1]] = of_others
+                    is_own[others] = False
                 parts = ahead.take(epoch * layout.steps_per_epoch + number, int(n[self._own].sum()))
-                yield self._step(epoch, parts, table, n)
+                own = parts[0] if len(parts) == 1 else self._joined(parts)
+                table[is_own] = own.lengths
+                starts = own.starts - own.starts[0]
+                yield PrefetchedStep(epoch, table, n, own.cells.copy(), starts, own.genes, own.counts)
             if not layout.shuffle:
                 return
             epoch, step, before = epoch + 1, 0, layout.lanes_before(0)
@@ -192,17 +176,8 @@ class Prefetch:
         for lane, cell in zip(lanes.tolist(), before[lanes].tolist()):
             borders = self._epoch(epoch).borders[lane]
             skipped.append(cell - int(borders[_window_of(cell, borders)]))
-            windows.append(self._lengths(*order) for order, _ in self._windows(lane, epoch, cell))
+            windows.append(self._lengths_of_windows(lane, epoch, cell))
         return LaneLengths(windows, skipped)
-
-    def _step(self, epoch: int, parts: list[WindowCells], lengths: np.ndarray, n: np.ndarray) -> PrefetchedStep:
-        """The step of the cells read for it; their `lengths` are filled in."""
-        own = parts[0] if len(parts) == 1 else self._joined(parts)
-        of_own = np.zeros((len(self._own), lengths.shape[1]), np.int32)
-        of_own[np.arange(lengths.shape[1]) < n[self._own, None]] = own.lengths
-        lengths[self._own] = of_own
-        starts = own.starts - own.starts[0]
-        return PrefetchedStep(epoch, lengths, n, own.cells.copy(), starts, own.genes, own.counts)
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
@@ -224,14 +199,12 @@ class Prefetch:
             self._epochs[epoch] = epoch_order(self._layout, epoch)
         return self._epochs[epoch]
 
-    def _windows(self, lane: int, epoch: int, cell: int) -> Iterator[tuple[_Order, int]]:
-        """Windows of a lane, from `cell` of an epoch on, and the first cell to use in each."""
+    def _lengths_of_windows(self, lane: int, epoch: int, cell: int) -> Iterator[np.ndarray]:
+        """Lengths of the cells of each window of a lane, from the window with `cell` of an epoch on."""
         while self._epoch(epoch).lane_cells[lane]:
             order = self._epoch(epoch)
-            borders = order.borders[lane]
-            for window in range(_window_of(cell, borders), len(borders) - 1):
-                runs, permutation = order.window_runs(lane, window), order.window_order(lane, window)
-                yield (runs, permutation), max(cell - int(borders[window]), 0)
+            for window in range(_window_of(cell, order.borders[lane]), len(order.borders[lane]) - 1):
+                yield self._lengths(order.window_runs(lane, window), order.window_order(lane, window))
             if not self._layout.shuffle:
                 return
             epoch, cell = epoch + 1, 0
@@ -282,11 +255,71 @@ class Prefetch:
         return np.concatenate([np.arange(n) + (self._first_cell[at] + first) for at, first, n in _spans(runs)])[order]
 
 
+class LaneLengths:
+    """Lengths of the cells of some lanes in stream order, from the lengths of each lane's windows, `(cells,)` each.
+
+    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end at the same step, and
+    looking up 1,024 of them at once took more than a second: so lanes get their next window early, one after another,
+    at each step as many cells as the step consumes.
+    """
+
+    def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
+        self._windows = windows
+        self._kept = np.zeros((len(windows), 0), np.int32)
+        self._at = np.zeros(len(windows), np.int64)  # of each lane, the next cell's column in the table
+        self._end = np.zeros(len(windows), np.int64)
+        self._next, self._due = 0, int(sum(skipped))
+        for lane in range(len(windows)):
+            self._look_up(lane)
+        self._at += np.minimum(np.array(skipped, np.int64), self._end)
+        self._widen(2 * self._kept.shape[1])  # at once: a step would wait for the copy
+
+    def take(self, n: np.ndarray) -> np.ndarray:
+        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(lanes, n.max())` int32, 0 behind the last."""
+        if not len(n):
+            return np.zeros((0, 0), np.int32)
+        self._due += int(n.sum())
+        while self._due > 0:
+            found = self._look_up(self._next)
+            self._due = self._due - found if found else 0
+            self._next = (self._next + 1) % len(n)
+        while len(short := np.flatnonzero(self._end - self._at < n)):
+            for lane in short.tolist():
+                if not self._look_up(lane):
+                    raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
+        columns = np.arange(n.max())
+        taken = self._kept[np.arange(len(n))[:, None], np.minimum(self._at[:, None] + columns, self._kept.shape[1] - 1)]
+        taken[columns >= n[:, None]] = 0
+        self._at += n
+        return taken
+
+    def _look_up(self, lane: int) -> int:
+        """Add the lane's next window to its row; returns its number of cells, 0 at the end."""
+        lengths = next(self._windows[lane], None)
+        if lengths is None:
+            return 0
+        left = int(self._end[lane] - self._at[lane])
+        self._widen(left + len(lengths))
+        row = self._kept[lane]
+        row[:left] = row[self._at[lane] : self._end[lane]].copy()
+        row[left : left + len(lengths)] = lengths
+        self._at[lane], self._end[lane] = 0, left + len(lengths)
+        return len(lengths)
+
+    def _widen(self, cells: int) -> None:
+        if cells > self._kept.shape[1]:
+            wider = np.zeros((len(self._kept), cells), np.int32)
+            wider[:, : self._kept.shape[1]] = self._kept
+            self._kept = wider
+
+
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
-    def __init__(self, plans: Iterator[WindowPlan], reader: WindowReader):
-        self._plans, self._reader = plans, reader
+    def __init__(
+        self, plans: Iterator[WindowPlan], shards: list[RowFile], dtype: np.dtype | None, pool: ThreadPoolExecutor
+    ):
+        self._plans, self._shards, self._dtype, self._pool = plans, shards, dtype, pool
         self._free: list[Buffer] = []
         self._started: list[tuple[WindowCells, list[Future[None]], Buffer, int]] = []  # the last is the last step
         self._start()
@@ -320,12 +353,16 @@ class _ReadAhead:
         plan = next(self._plans, None)
         if plan is None:
             return False
-        buffer = self._free.pop() if self._free else Buffer()
-        self._started.append((*self._reader.start(plan, buffer), buffer, int(plan.window.steps[-1])))
+        buffer, total = self._free.pop() if self._free else Buffer(), int(plan.window.starts[-1])
+        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
+        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
+        run_starts = np.cumsum([0, *(n for _, _, n in plan.spans)]).tolist()
+        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(plan.spans, run_starts)]
+        reads, per_task = _Reads(window, plan.position), -(-len(runs) // _TASKS)
+        parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
+        tasks = [self._pool.submit(reads.read, part) for part in parts]
+        self._started.append((window, tasks, buffer, int(plan.window.steps[-1])))
         return True
-
-
-_Order = tuple[Runs, np.ndarray]  # runs of a window's cells, and the permutation of these
 
 
 def _spans(runs: Runs) -> list[tuple[int, int, int]]:

@@ -1,15 +1,12 @@
 """The built-in tokenizers, and the choice among the genes of a cell that does not fit.
 
-By default the tokens of a cell are its first genes in rank order. Where a cell has more than fit, `truncation: random`
-draws them, and `truncation: variable` takes the genes that vary most over the corpus. `zero_frac` adds genes without
-counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, the cell's counts and the gene:
-the same in every layout and file, and anew each epoch of a training.
+By default the tokens of a cell are its first genes in rank order; `truncation: random` draws them, `variable` takes the
+genes that vary most over the corpus, and `zero_frac` adds genes without counts. Values are always computed from the
+whole cell. Draws are keyed by seed, epoch, the cell's counts and the gene: the same in every layout and file.
 
-A gene's value is the bin of its count (by quantiles of the cell, or by edges that all cells share), its log-normalised
-count, or its place in the cell. log(1 + counts per 10,000) is computed by numpy or by loops that numba compiles, with
-the same bits. numpy needs five passes over the tokens; the loops look up small counts, which are most, in a table of
-each cell that numpy makes. They are compiled in the background, from the first batch of many tokens on, in about a
-second; until then, for small batches, and where numba is not installed, numpy makes the values.
+log(1 + counts per 10,000) is computed by numpy, or with the same bits by loops that numba compiles, which look up small
+counts in a table of each cell. They are compiled in the background, from the first batch of many tokens on; until then,
+for small batches, and where numba is not installed, numpy computes the values.
 """
 
 from __future__ import annotations
