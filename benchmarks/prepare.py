@@ -26,7 +26,7 @@ from origin import commit, machine
 from raw_counts import GENES, used, write_raw
 
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 from cellmill.stages import data
 
 Work = Callable[[], Any]
@@ -112,7 +112,7 @@ def cellmill_shards(raw: Path, out: Path) -> Work:
 def scanpy(raw: Path, out: Path | None) -> Work:
     """Read, quality control, filters, counts per 10,000 and their logarithm, as in its tutorial; written if `out`."""
     sc = importlib.import_module("scanpy")
-    mito = [gene for gene, symbol in gene_symbols("human").items() if symbol.startswith("MT-")]
+    mito = [gene for gene, symbol in gene_table("human").symbols.items() if symbol.startswith("MT-")]
 
     def work() -> None:
         cells = sc.read_h5ad(raw)

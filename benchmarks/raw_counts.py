@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import write_elem
 
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 
 GENES = 20_000
 BLOCK = 1_024  # cells drawn at a time
@@ -19,7 +19,7 @@ CHUNK = 1 << 16  # values
 def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool = True) -> None:
     """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes, log-normal over cells."""
     rng = np.random.default_rng(seed)
-    genes = np.random.default_rng(0).permutation(list(gene_symbols("human"))[:GENES])  # as 10x, not in order of id
+    genes = np.random.default_rng(0).permutation(list(gene_table("human").symbols)[:GENES])  # as in 10x
     types = rng.integers(0, TYPES, cells)
     lengths = np.minimum(rng.lognormal(np.log(detected), 0.3, cells).astype(np.int64), GENES // 4)
     gene_of, count_of = gene_tables(), count_table()

@@ -17,7 +17,7 @@ import cellmill
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.genes.build import build_vocabulary
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
@@ -144,7 +144,7 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
 def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, simulated: Path) -> None:
     """A gene that few cells of one file have is a token there too, as in a file where many have it."""
     data = ad.read_h5ad(simulated)
-    genes = gene_symbols("human")
+    genes = gene_table("human").symbols
     data.var_names = [genes[gene] for gene in data.var_names]
     parts = {"few": data[:9].copy(), "many": data[9:].copy()}
     options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1}})
@@ -360,7 +360,7 @@ def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed
 ) -> None:
     whole = ad.read_h5ad(corpus["cells"])
     reference = _vectors(model, corpus["cells"])
-    symbols, counts = gene_symbols("human"), whole.X.toarray()  # type: ignore[union-attr]
+    symbols, counts = gene_table("human").symbols, whole.X.toarray()  # type: ignore[union-attr]
     moved = np.arange(0, whole.n_vars, 3)
     half = np.random.default_rng(0).binomial(counts[:, moved].astype(np.int64), 0.5)
     counts[:, moved] -= half.astype(counts.dtype)

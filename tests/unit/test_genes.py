@@ -10,7 +10,7 @@ import pytest
 
 from cellmill.data.genes import names as genes
 from cellmill.data.genes.names import ID_COLUMNS, map_genes
-from cellmill.data.genes.tables import ORGANISMS, CellOntology, cell_ontology, gene_id, gene_symbols, gene_table
+from cellmill.data.genes.tables import ORGANISMS, CellOntology, cell_ontology, gene_id, gene_table
 
 
 def ids(names: list[str], organism: str | None = "human", **columns: list[str]) -> list[str]:
@@ -70,8 +70,8 @@ def test_an_approved_symbol_is_never_an_alias_of_another_gene() -> None:
 
 
 def test_names_of_the_other_organism_do_not_map() -> None:
-    human = [symbol for symbol in list(gene_symbols("human").values())[:2000] if not symbol.startswith("ENSG")]
-    mouse = [symbol for symbol in list(gene_symbols("mouse").values())[:2000] if not symbol.startswith("ENSMUSG")]
+    human = [symbol for symbol in list(gene_table("human").symbols.values())[:2000] if not symbol.startswith("ENSG")]
+    mouse = [symbol for symbol in list(gene_table("mouse").symbols.values())[:2000] if not symbol.startswith("ENSMUSG")]
     assert map_genes(human, pd.DataFrame(index=human), "mouse").coverage.frac < 0.05
     assert map_genes(mouse, pd.DataFrame(index=mouse), "human").coverage.frac < 0.05
 
@@ -80,8 +80,8 @@ def test_mitochondrial_genes_are_recognised_by_symbol_when_named_by_id() -> None
     names = ["ENSG00000198804", "MT-CO1", "ENSG00000139618", "MT1X"]
     assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [True, True, False, False]
     assert map_genes(["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse").is_mito.tolist() == [True, False]
-    assert sum(symbol.startswith("MT-") for symbol in gene_symbols("human").values()) == 37
-    assert sum(symbol.startswith("mt-") for symbol in gene_symbols("mouse").values()) == 37
+    assert sum(symbol.startswith("MT-") for symbol in gene_table("human").symbols.values()) == 37
+    assert sum(symbol.startswith("mt-") for symbol in gene_table("mouse").symbols.values()) == 37
 
 
 def test_without_an_organism_names_are_used_as_ids() -> None:

@@ -19,7 +19,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import match_columns
-from cellmill.data.genes.tables import gene_symbols, organism_of, orthologs
+from cellmill.data.genes.tables import gene_table, organism_of, orthologs
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
@@ -46,8 +46,8 @@ def test_the_packaged_table_is_one_to_one_of_known_genes_and_its_own_inverse() -
     to_human, to_mouse = orthologs("mouse", "human"), orthologs("human", "mouse")
     assert len(to_human) == 17_120
     assert {human: mouse for mouse, human in to_human.items()} == to_mouse
-    assert set(to_human) <= set(gene_symbols("mouse"))
-    assert set(to_mouse) <= set(gene_symbols("human"))
+    assert set(to_human) <= set(gene_table("mouse").symbols)
+    assert set(to_mouse) <= set(gene_table("human").symbols)
     # names that differ by more than their case
     assert (to_human[TRP53], to_human[H2_OA], to_human[MT_CO1_MOUSE]) == (TP53, HLA_DOA, MT_CO1)
     assert CD8B1 not in to_human

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.genes.names import match_columns
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
@@ -262,7 +262,7 @@ def test_weights_that_are_not_finite_and_a_second_dictionary_are_refused(tmp_pat
         import_geneformer(folder, tmp_path / "model")
 
 
-IDS = {symbol: gene for gene, symbol in gene_symbols("human").items()}
+IDS = {symbol: gene for gene, symbol in gene_table("human").symbols.items()}
 NAMES = ["GAPDH", "CD3D", "MS4A1", "NKG7", "LYZ", "CD8A", "GNLY", "PPBP", "FCGR3A", "ACTB", "no-such-gene"]
 SYMBOLS = NAMES[:-1]
 

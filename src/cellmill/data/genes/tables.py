@@ -56,11 +56,6 @@ def organism_of(gene: str) -> str | None:
     return next((organism for organism in ORGANISMS if gene_id(gene, organism)), None)
 
 
-def gene_symbols(organism: str) -> dict[str, str]:
-    """Symbol of every Ensembl id of an organism, by ascending id; the id itself for a gene without a symbol."""
-    return gene_table(organism).symbols
-
-
 @cache
 def gene_table(organism: str) -> GeneTable:
     symbols: dict[str, str] = {}

@@ -106,7 +106,7 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
         stack.callback(source.close)
         if 0 in source.matrix.shape:
             raise DataError(f"{path}: empty: {len(source.obs)} cells x {len(source.var)} genes")
-        refuse_duplicates(path, "obs", source.obs.index, "call obs_names_make_unique() and write the file again")
+        refuse_duplicates(path, "obs", source.obs.index)
         return CountsReader(source, stack.pop_all().close)
 
 

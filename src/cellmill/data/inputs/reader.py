@@ -185,12 +185,15 @@ def _exact(values: np.ndarray) -> np.ndarray | None:
     return counts if bool((counts.astype(values.dtype) == values).all()) else None
 
 
-def refuse_duplicates(path: Path, kind: str, names: pd.Index, remedy: str) -> None:
+OBS_REMEDY = "call obs_names_make_unique() and write the file again"
+
+
+def refuse_duplicates(where: Path | str, kind: str, names: pd.Index, remedy: str = OBS_REMEDY) -> None:
     """Raise DataError when two of the `names` of a file are equal."""
     repeated = names[names.duplicated()]
     if len(repeated):
         others = f" and {repeated.nunique() - 1:,} more repeat" if repeated.nunique() > 1 else ""
         raise DataError(
-            f"{path}: {kind} names are not unique: {repeated[0]!r} occurs {int((names == repeated[0]).sum())} times"
+            f"{where}: {kind} names are not unique: {repeated[0]!r} occurs {int((names == repeated[0]).sum())} times"
             f"{others}; {remedy}"
         )

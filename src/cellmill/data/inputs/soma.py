@@ -7,6 +7,7 @@ refused.
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +45,24 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
     cell, and ConfigError without tiledbsoma.
     """
     soma = optional_package("tiledbsoma", "soma")
-    with reading(name):
+    with reading(name), ExitStack() as stack:
         context = soma.SOMATileDBContext(tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {})
-        experiment = soma.open(uri, context=context)
-        try:
-            if not isinstance(experiment, soma.Experiment):
-                raise DataError(f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens")
-            measurement = _chosen(name, experiment.ms, "RNA", "measurement")
-            layer = "raw" if counts == "X" else counts
-            array = _chosen(name, measurement.X, layer, "layer", counts == "X")
-            for part in (experiment.obs, measurement.var, array):
-                if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
-                    raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
-            obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
-            if not len(obs):
-                raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
-            matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
-            others = [other for other in measurement.X if other != layer]
-            tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
-            source = CountSource(name, counts, matrix, *tables, others)
-        except BaseException:
-            experiment.close()
-            raise
-    source.close_file = experiment.close
-    return source
+        experiment = stack.enter_context(soma.open(uri, context=context))
+        if not isinstance(experiment, soma.Experiment):
+            raise DataError(f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens")
+        measurement = _chosen(name, experiment.ms, "RNA", "measurement")
+        layer = "raw" if counts == "X" else counts
+        array = _chosen(name, measurement.X, layer, "layer", counts == "X")
+        for part in (experiment.obs, measurement.var, array):
+            if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
+                raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
+        obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
+        if not len(obs):
+            raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
+        matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
+        others = [other for other in measurement.X if other != layer]
+        tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
+        return CountSource(name, counts, matrix, *tables, others, close_file=stack.pop_all().close)
 
 
 class SomaMatrix(StoredMatrix):

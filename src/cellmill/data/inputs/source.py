@@ -5,7 +5,6 @@ entry point of the group `cellmill.input`. Values are read as stored; `CountsRea
 """
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +54,10 @@ class DeclaredNames:
         """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
         return _values(self.nodes.get(column))
 
-    def repeated_name(self) -> tuple[str, int, int] | None:
-        """A name of several cells, their number, and the number of other such names; None if all differ, or in Zarr,
-        Loom and files of more than 2 million cells, whose names stage preprocess compares."""
-        names = _values(self.obs_names, kinds="OS", most=_MOST_NAMES)
-        if names is None or len({*names}) == len(names):
-            return None
-        repeated = [(name, n) for name, n in Counter(names).items() if n > 1]
-        return *repeated[0], len(repeated) - 1
+    def cells(self) -> list[Any] | None:
+        """Names of cells; None in Zarr, Loom and files of more than 2 million cells, whose names stage preprocess
+        compares."""
+        return _values(self.obs_names, kinds="OS", most=_MOST_NAMES)
 
 
 def _values(array: Any, kinds: str = "OSbiuf", most: int = MAX_LENGTH) -> list[Any] | None:

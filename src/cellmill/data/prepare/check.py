@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
+
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
+from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.prepare.obs import check_labels
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
@@ -50,13 +53,8 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     """Check one input, and return the obs columns that its preprocessed cells will have."""
     path, known, kept = Path(dataset.path), names.columns, corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
-    if (repeated := names.repeated_name()) is not None:
-        name, n, others = repeated
-        more = f" and {others:,} more repeat" if others else ""
-        raise DataError(
-            f"{where}: obs names are not unique: {name!r} occurs {n:,} times{more}; call obs_names_make_unique() and "
-            "write the file again"
-        )
+    if (cells := names.cells()) is not None:
+        refuse_duplicates(where, "obs", pd.Index(cells, dtype=object))
     if dataset.counts not in names.counts:
         raise DataError(
             f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"

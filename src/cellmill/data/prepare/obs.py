@@ -121,7 +121,24 @@ def choose_obs(
     renamed |= {name: pd.Series(label.column, index=reader.obs.index) for name, label in mapped.items()}
     unchanged = [name for name in labels if name not in renamed]
     names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
-    return ObsChoice(keep, _with_roles(reader, names, columns, keep, organism, renamed), mapped)
+    new = {role: reader.obs[column] for role, column in columns.roles.items()}
+    if organism is not None:
+        new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
+    if "dose" in new:
+        new["dose"] = _numbers(reader, new["dose"])
+    if columns.control is not None and columns.controlled is not None:
+        new[IS_CONTROL] = _is_control(reader, new[columns.controlled], columns.control, keep)
+    taken = [role for role in new if role in names and columns.roles.get(role) != role]
+    if both := [name for name in columns.label_names if name in taken or (name in new and name in renamed)]:
+        raise DataError(
+            f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
+            f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
+        )
+    originals = {name: f"{name}_original" for name in [*taken, *(name for name in renamed if name in names)]}
+    for role, name in originals.items():
+        if name in names:
+            raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")
+    return ObsChoice(keep, reader.obs[names].rename(columns=originals).assign(**new, **renamed), mapped)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
@@ -148,35 +165,6 @@ def _comparable(column: pd.Series) -> pd.Series:
         values = column.cat.categories.dtype
         return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column
     return column
-
-
-def _with_roles(
-    reader: CountsReader,
-    names: list[str],
-    columns: ObsColumns,
-    keep: np.ndarray,
-    organism: str | None,
-    labels: dict[str, pd.Series],
-) -> pd.DataFrame:
-    """obs with roles, and with `labels` that are renamed, under their names."""
-    new = {role: reader.obs[column] for role, column in columns.roles.items()}
-    if organism is not None:
-        new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
-    if "dose" in new:
-        new["dose"] = _numbers(reader, new["dose"])
-    if columns.control is not None and columns.controlled is not None:
-        new[IS_CONTROL] = _is_control(reader, new[columns.controlled], columns.control, keep)
-    taken = [role for role in new if role in names and columns.roles.get(role) != role]
-    if both := [name for name in columns.label_names if name in taken or (name in new and name in labels)]:
-        raise DataError(
-            f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
-            f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
-        )
-    renamed = {name: f"{name}_original" for name in [*taken, *(name for name in labels if name in names)]}
-    for role, name in renamed.items():
-        if name in names:
-            raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")
-    return reader.obs[names].rename(columns=renamed).assign(**new, **labels)
 
 
 def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:

@@ -28,7 +28,7 @@ import scipy.sparse as sp
 from anndata import read_h5ad
 
 from cellmill.data.arrays import TARGET_SUM
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 
@@ -78,7 +78,7 @@ def simulate_cells(
     With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
     Raises ConfigError when a number is out of range.
     """
-    first = {symbol: gene for gene, symbol in reversed(gene_symbols("human").items()) if symbol != gene}
+    first = {symbol: gene for gene, symbol in reversed(gene_table("human").symbols.items()) if symbol != gene}
     known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
     mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
     mito = mito[:MITO_GENES]

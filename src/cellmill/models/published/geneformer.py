@@ -20,7 +20,7 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.family import FamilyConfig, PostNormConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.genes.tables import gene_symbols
+from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
@@ -128,7 +128,8 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
         )
     if not genes:
         raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
-    return tokens, files.published_vocabulary(genes, gene_symbols("human"), [medians[gene] for gene in genes])
+    symbols = gene_table("human").symbols
+    return tokens, files.published_vocabulary(genes, symbols, [medians[gene] for gene in genes])
 
 
 def _renamed(
