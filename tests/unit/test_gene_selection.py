@@ -99,7 +99,7 @@ def test_variable_genes_of_real_cells_are_those_of_scanpy(
 
 def test_seurat_v3_without_scikit_misc_names_the_way_out(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skmisc.loess", None)
-    with pytest.raises(ConfigError, match="select seurat_v3 requires scikit-misc, which is not installed"):
+    with pytest.raises(ConfigError, match=r"select seurat_v3 requires skmisc.loess, .*: pip install 'cellmill\[hvg\]'"):
         build_vocabulary([simulated], VocabularyConfig(select="seurat_v3", max_genes=9))
 
 

@@ -19,13 +19,12 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.random_words import permutation
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch import Batch, recycled_empty
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout
+from cellmill.data.stream.order import Epoch, EpochLayout, permutation
 from cellmill.errors import ConfigError, DataError
 from cellmill.planner.work import Cells, detected_genes, measure_work
 

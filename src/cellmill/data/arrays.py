@@ -25,10 +25,8 @@ MAX_COUNT = int(np.iinfo(np.uint32).max)
 def select_columns(
     block: sp.csr_matrix, target: np.ndarray, n_columns: int, what: str = "columns of one gene"
 ) -> sp.csr_matrix:
-    """Move column j of `block` to column `target[j]` (int32); -1 drops it.
-
-    Columns with the same target, which `what` names, are summed. The result is canonical.
-    """
+    """Canonical `block` with column j moved to `target[j]` (int32) and columns of one target, which `what` names,
+    summed; -1 drops a column."""
     columns = target[block.indices]
     keep = columns >= 0 if (target < 0).any() else None
     if keep is None or keep.all():

@@ -89,11 +89,11 @@ class GeneColumns(NamedTuple):
 
 
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
-    """Ensembl ids and symbols of the genes of a dataset.
+    """Ensembl ids and symbols of the genes of a dataset; several genes may get the same id.
 
-    A gene is looked up by its name if that is an id (a version such as `.12` is cut), by an id in a column of `var`
-    (`ID_COLUMNS`), by an id beside a symbol in its name, then by its name as a current symbol, a previous symbol, an
-    alias. Several genes may get the same id. If `organism` is None, names are used as ids.
+    A gene is looked up by its name if that is an id (without a version such as `.12`), by an id in a column of `var`
+    (`ID_COLUMNS`) or in its name, then as a current symbol, a previous symbol, an alias. Without `organism`, names are
+    ids.
     """
     names = [str(name) for name in var_names]
     own = _column(var, SYMBOL_COLUMNS)
@@ -115,11 +115,8 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
 
 
 def map_measured(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> tuple[np.ndarray, MappedGenes]:
-    """Rows of `var` that are gene expression (int64), and their genes by `map_genes`.
-
-    The one reading of names, of preprocessing and of files that a model reads: rows with the same id are one gene,
-    whose counts are summed.
-    """
+    """Rows of `var` that are gene expression (int64), and their genes by `map_genes`: in preprocessing, and in files
+    that a model reads."""
     rows = np.flatnonzero(is_expression(var))
     return rows, map_genes([var_names[row] for row in rows.tolist()], var.iloc[rows], organism)
 
@@ -142,8 +139,7 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or through orthologs.
 
-    Takes the reading that matches most genes, and of those the one that matches most columns: columns of one gene are
-    summed. Raises DataError when none matches any.
+    Takes the reading that matches most genes, then most columns. Raises DataError when none matches any.
     """
     genes = tuple(vocabulary.gene_ids)
     if genes not in reader.matches:  # several parts of an evaluation ask

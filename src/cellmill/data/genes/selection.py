@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from cellmill.config.corpus import VocabularyConfig
-from cellmill.config.plugin import import_object
 from cellmill.data.genes.names import map_genes
 from cellmill.data.genes.tables import gene_table, organism_of, read_lines
+from cellmill.data.inputs.source import optional_package
 from cellmill.errors import ConfigError, DataError
 
 
@@ -63,7 +63,6 @@ def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
 
 _MEAN_BINS = 20
 _NO_MEAN = 1e-12
-_LOESS = "skmisc.loess:loess"
 
 
 class Moments:
@@ -118,13 +117,7 @@ class Trend:
 
 def variance_trend(counts: Moments, span: float = 0.3) -> Trend:
     """Fit the curve, a local regression of degree 2, to moments of counts. Raises ConfigError without scikit-misc."""
-    try:
-        loess = import_object(_LOESS)
-    except ImportError:
-        raise ConfigError(
-            "vocabulary.select seurat_v3 requires scikit-misc, which is not installed; run `pip install "
-            "'cellmill[hvg]'`, or choose seurat or detected"
-        ) from None
+    loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
     expected, varies = np.zeros(len(counts.sums)), counts.variance > 0
     model = loess(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=span, degree=2)
     model.fit()

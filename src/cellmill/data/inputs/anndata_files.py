@@ -5,7 +5,6 @@ categories in uns. Zarr folders with links, FIFOs or devices are refused; zarr i
 runs code.
 """
 
-import operator
 import os
 import warnings
 import zipfile
@@ -22,7 +21,7 @@ from zarr.storage import ZipStore
 
 from cellmill.data.arrays import text_index
 from cellmill.data.inputs.h5 import one_line, reading
-from cellmill.data.inputs.matrices import MAX_LENGTH, DenseMatrix, MemoryMatrix, SparseMatrix, is_array, size_problem
+from cellmill.data.inputs.matrices import DenseMatrix, MemoryMatrix, SparseMatrix, checked_shape, is_array, size_problem
 from cellmill.data.inputs.source import CountSource, DeclaredNames
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import read_json
@@ -111,14 +110,7 @@ def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
     if kind not in _BY_GENE:
         raise DataError(f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array")
     shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
-    try:
-        n_obs, n_vars = (operator.index(n) for n in np.asarray(shape).tolist())
-    except (TypeError, ValueError):
-        got = " ".join(str(shape).split())[:80]
-        raise DataError(f"{path}: {counts} is damaged: expected a shape of two whole numbers, got {got}") from None
-    if not (0 <= n_obs <= MAX_LENGTH and 0 <= n_vars <= MAX_LENGTH):
-        raise DataError(f"{path}: {counts} is damaged: shape {(n_obs, n_vars)} is outside 0 to {MAX_LENGTH:,}")
-    return SparseMatrix(path, counts, stored, (n_obs, n_vars), _BY_GENE[kind])
+    return SparseMatrix(path, counts, stored, checked_shape(path, counts, shape), _BY_GENE[kind])
 
 
 def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:

@@ -170,12 +170,10 @@ def write_cells(
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
-    `obs` may be a function, called after the last block: for when only the blocks tell which cells remain. `blocks` are
-    rows of X in order, columns in any order within a row; one is held in memory at a time. With `nnz`, the number of
-    values in all blocks, arrays are contiguous, unfiltered and aligned to 4,096 bytes; without it they grow in chunks.
-    With `compression` they are in chunks of 4,096 values, shuffled and compressed at level 1 (`Chunks` of the reader).
-    `ordered` says that rows are sequences, and `ranked` that these are genes in rank order. Raises OSError naming
-    `path` when the disk is full; `path` is then left as it was.
+    `obs` may be a function, called after the last block. `blocks` are rows of X in order, columns in any order within a
+    row; one is held in memory at a time. With `nnz`, the number of all values, arrays are contiguous and aligned to
+    4,096 bytes, or with `compression` in chunks of 4,096 values; without it they grow in chunks. `ordered` rows are
+    sequences, `ranked` ones genes in rank order. Raises OSError naming `path`, which stays as it was, on a full disk.
     """
     layout: dict[str, Any] = {"shape": (nnz,)}
     if nnz is None:

@@ -5,6 +5,7 @@ Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cell
 """
 
 import math
+import operator
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -204,6 +205,18 @@ class RowBuckets:
     def _read(self, start: int, size: int) -> np.ndarray:
         self._file.seek(start * self._record.itemsize)
         return np.frombuffer(self._file.read(size * self._record.itemsize), self._record)
+
+
+def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
+    """A stored shape of a matrix. Raises DataError unless it is two whole numbers that scipy can index."""
+    try:
+        first, second = (operator.index(n) for n in np.asarray(shape).tolist())
+    except (TypeError, ValueError):
+        got = " ".join(str(shape).split())[:80]
+        raise DataError(f"{path}: {name} is damaged: expected a shape of two whole numbers, got {got}") from None
+    if not (0 <= first <= MAX_LENGTH and 0 <= second <= MAX_LENGTH):
+        raise DataError(f"{path}: {name} is damaged: shape {(first, second)} is outside 0 to {MAX_LENGTH:,}")
+    return first, second
 
 
 _PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed

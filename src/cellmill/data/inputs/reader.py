@@ -67,9 +67,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one input; made by `open_counts`, closed by `close` or a `with` block.
 
     Attributes: `path`, `counts` (X, raw or a layer), `n_obs`, `n_vars`, `obs` (a DataFrame with a unique text index),
-    `var` (one whose text index may repeat: counts of one gene are summed where genes are matched), `var_names`, and
-    `ordered`: rows are sequences, whose columns stand in their own order and may repeat, or, if `ranked` too, genes in
-    rank order, without counts.
+    `var` (one whose text index may repeat), `var_names`, and `ordered`: rows are sequences, whose columns stand in
+    their own order and may repeat, or, if `ranked` too, genes in rank order, without counts.
     """
 
     dataset: str | None = None  # its name, where the stem of `path` is another
@@ -95,12 +94,10 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         return self.obs[name]
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
-        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros.
+        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros;
+        `ordered` rows as stored.
 
-        Columns of `ordered` rows are as stored.
-
-        May be called again. Raises DataError at the first value that is not a count, naming cell and gene, and when
-        the file is damaged.
+        May be called again. Raises DataError naming cell and gene of the first value that is not a count, or damage.
         """
         first = 0
         for matrix in self._source.matrix.blocks(block):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.inputs.matrices import MAX_LENGTH, WHOLE, SparseMatrix, StoredMatrix, is_array, require_kind
+from cellmill.data.inputs.matrices import WHOLE, SparseMatrix, StoredMatrix, checked_shape, is_array, require_kind
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, did_you_mean
 
@@ -89,11 +89,10 @@ def _require_genome(path: Path, genome: str, known: list[str]) -> None:
 
 def _matrix_of(path: Path, group: Any) -> tuple[SparseMatrix, pd.DataFrame]:
     """Matrix and obs. The file's shape is genes x cells, so its columns are our rows."""
-    shape = np.asarray(require_kind(path, "shape", group.get("shape"), WHOLE)[:2]).tolist()
-    if len(shape) != 2 or not all(0 <= n <= MAX_LENGTH for n in shape):
-        raise DataError(f"{path}: damaged: expected a shape of genes and cells, got {shape}")
-    barcodes = read_texts(path, group.get("barcodes"), "barcodes", shape[1])
-    matrix = SparseMatrix(path, "matrix", group, (shape[1], shape[0]))
+    stored = require_kind(path, "shape", group.get("shape"), WHOLE)
+    n_vars, n_obs = checked_shape(path, "matrix", stored[:3])
+    barcodes = read_texts(path, group.get("barcodes"), "barcodes", n_obs)
+    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))
     return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
 
 

@@ -70,8 +70,7 @@ def split_by_value(
     """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay together.
 
     Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val. Those
-    in `train_values` go to train, and count for no fraction. Raises DataError when there are too few, and for one of
-    `train_values` that no cell has.
+    in `train_values` go to train, and count for no fraction. Raises DataError for too few, or one that no cell has.
     """
     code, unique = pd.factorize(values, sort=True)
     if missing := sorted({*train_values} - {*unique}):
@@ -198,9 +197,9 @@ def remove_plan(folder: Path) -> None:
 def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path) -> ShardPlan:
     """Plan the shards of a corpus, or find the plan that an earlier process made of the same inputs.
 
-    `cells` are preprocessed .h5ad files; the stem of each is the name of its dataset. Writes the plan's folder and the
-    arrays of the index beside `manifest`, which is removed first, so that nobody reads a mixture. Raises DataError when
-    a name occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
+    `cells` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and the arrays of the
+    index beside `manifest`, which is removed first. Raises DataError when a name occurs twice, a column is missing, a
+    split is empty, or no cell has a gene of the vocabulary.
     """
     listed, cells = cells, sorted(cells, key=lambda path: path.stem)
     names, folder = [path.stem for path in cells], manifest.parent / FOLDER
@@ -316,10 +315,7 @@ def _values(reader: CountsReader, column: str) -> np.ndarray:
     """Values of an obs column as text; for `dataset`, the dataset's name."""
     if column == DATASET:
         return np.full(reader.n_obs, reader.path.stem, object)
-    if column not in reader.obs:
-        hint = did_you_mean(column, sorted({*reader.obs.columns, DATASET}))
-        raise DataError(f"{reader.path}: no obs column {column!r} (shard.split_by); {hint}")
-    values = reader.obs[column]
+    values = reader.obs_column(column, "shard.split_by")
     if (missing := values.isna().to_numpy()).any():
         raise DataError(
             f"{reader.path}: {int(missing.sum()):,} cells have no {column!r} (shard.split_by), so no split; "

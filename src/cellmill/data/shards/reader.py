@@ -47,10 +47,8 @@ _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
 
 def places(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Address and number of bytes of each `array[start : start + size]`, `(n, 2)` uint64: as C's `struct iovec`.
-
-    The array must live as long as the table is used. Raises IndexError when a place is not in it.
-    """
+    """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct iovec`: to be used while
+    the array lives. Raises IndexError when one is not in it."""
     assert array.ndim == 1
     assert array.flags.c_contiguous
     assert array.flags.writeable

@@ -40,14 +40,13 @@ class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
     `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them. `global_batch`, the cells per
-    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens.
-    Each step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is not 1, they
-    are of even sizes, for pipeline parallel. Endless with `shuffle`, over `stream.train_frac` of the cells; else one
-    epoch in disk order. Only the first `max_cells` cells of the split are used; None takes all. `counted` batches have
-    the counts of their tokens, and batches with `columns` (obs columns, and the option that asks for each) the levels
-    of their cells; `levels` are these columns' levels; with `number_columns` they have these columns' numbers. Shards
-    are read from `copies` once these are complete. Raises DataError when manifest or shards are missing, damaged or do
-    not match, or the split has no cells.
+    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens, and
+    a step at least `min_microbatches` of them and a multiple of `microbatch_multiple`, of even sizes if either is not
+    1. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch in disk order of the first
+    `max_cells` cells. `counted` batches have the counts of their tokens, and batches with `columns` or `number_columns`
+    (obs columns, and the option that asks for each) the levels or numbers of their cells. Shards are read from `copies`
+    once these are complete. Raises DataError when manifest or shards are missing, damaged or do not match, or the split
+    has no cells.
     """
 
     def __init__(
