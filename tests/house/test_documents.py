@@ -218,7 +218,7 @@ def test_the_contracts_and_toys_of_contributing_exist() -> None:
     for options, contract, module, implementation, toy in rows:
         for path, name in ((options, contract), (module, implementation)):
             source = (ROOT / "src" / "cellmill" / path).read_text(encoding="utf-8")
-            assert re.search(rf"^class {name}\b", source, re.M), f"{path} has no {name}"
+            assert re.search(rf"^(class|def) {name}\b", source, re.M), f"{path} has no {name}"
         assert (ROOT / "tests" / "plugin" / "cellmill_toy" / toy).exists()
 
 

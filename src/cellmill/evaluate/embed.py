@@ -117,21 +117,19 @@ def tokens_of(
         if not len(rows):
             continue
         raw = raw[rows] if len(rows) < raw.shape[0] else raw
+        block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
         if columns.ordered:
             totals += raw.nnz, raw.nnz
-            nonempty = np.flatnonzero(np.diff(raw.indptr))
-            raw = raw[nonempty]
-            genes, starts = columns.target[raw.indices], raw.indptr.astype(np.int64)
-            yield tokenizer.batch(genes, raw.data, starts, cells[nonempty].astype(np.int64))
-            continue
-        block = select_columns(raw, columns.target, vocabulary.n_genes)
-        measured = raw.data[columns.measured[raw.indices]]
-        totals += int(block.data.sum(dtype=np.int64)), int(measured.sum(dtype=np.int64))
+        else:
+            measured = raw.data[columns.measured[raw.indices]]
+            totals += int(block.data.sum(dtype=np.int64)), int(measured.sum(dtype=np.int64))
         nonempty = np.flatnonzero(np.diff(block.indptr))
-        block = block[nonempty]
+        block, cells = block[nonempty], cells[nonempty].astype(np.int64)
         starts = block.indptr.astype(np.int64)
-        genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        cells = cells[nonempty].astype(np.int64)
+        if columns.ordered:
+            genes, counts = columns.target[block.indices], block.data
+        else:
+            genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
         yield tokenizer.batch(genes, counts, starts, cells, counted).with_rows(per_cell)
 
 

@@ -22,7 +22,10 @@ _MOST_NAMES = 2_000_000  # names of cells that are compared before a run, 0.3 s 
 
 @dataclass
 class CountSource:
-    """One matrix of an input. `obs` and `var` have text indices and the lengths of `matrix.shape`."""
+    """One matrix of an input. `obs` and `var` have text indices and the lengths of `matrix.shape`.
+
+    Gene ids are the index of `var`, or in one of its columns `ID_COLUMNS` (`data/genes/names.py`).
+    """
 
     path: Path
     counts: str  # name of the matrix, as the dataset's `counts`
