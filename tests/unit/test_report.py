@@ -168,8 +168,9 @@ def test_comparisons_are_listed_by_their_outcomes() -> None:
     outcomes: list[Outcome] = ["ahead", "level", "behind"]
     verdicts = [asdict(replace(LOST, outcome=outcome)) for outcome in outcomes]
     evaluation = {"datasets": {"d": {"tasks": {"probe": {"sentences": outcomes, "verdicts": verdicts}}}}}
-    assert [sentences_of(outcome, evaluation) for outcome in outcomes] == [["d: ahead"], ["d: level"], ["d: behind"]]
-    assert sentences_of("level", None) == []
+    run = ReportedRun("run", None, None, None, None, evaluation)
+    assert [sentences_of(outcome, run) for outcome in outcomes] == [["d: ahead"], ["d: level"], ["d: behind"]]
+    assert sentences_of("level", replace(run, evaluation=None)) == []
 
 
 def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:

@@ -6,6 +6,7 @@ read, for what the page takes from it; a damaged file is a DataError that names 
 
 import shlex
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,7 @@ class ReportedCorpus:
 
 def read_run(folder: Path) -> ReportedRun:
     """The run in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
-    _require(folder, "run")
-    train = folder / "train"
-    umap = defaultdict(list)
+    train, umap = _existing(folder, "run") / "train", defaultdict(list)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
     lines = read_lines(train / "metrics.jsonl")
@@ -214,8 +213,7 @@ def read_run(folder: Path) -> ReportedRun:
 
 def read_corpus(folder: Path) -> ReportedCorpus:
     """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
-    _require(folder, "corpus")
-    vocabulary = folder / "vocabulary.tsv"
+    vocabulary = _existing(folder, "corpus") / "vocabulary.tsv"
     return ReportedCorpus(
         name=folder.resolve().name,
         datasets=[_read(path, PreprocessFile) or {} for path in sorted((folder / "cells").glob("*.json"))],
@@ -244,9 +242,16 @@ def _check(path: Path, form: type[BaseModel], value: Any) -> Object:
     return checked
 
 
-def _require(folder: Path, kind: str) -> None:
+def _existing(folder: Path, kind: str) -> Path:
     if not folder.is_dir():
         raise DataError(f"{folder}: expected the folder of a {kind}, found none")
+    return folder
+
+
+def evaluated_datasets(runs: Iterable[ReportedRun]) -> Iterator[tuple[ReportedRun, str, Object]]:
+    """Run, name and entry of each dataset in metrics.json of the runs."""
+    for run in runs:
+        yield from ((run, name, entry) for name, entry in ((run.evaluation or {}).get("datasets") or {}).items())
 
 
 def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] | None:
@@ -255,13 +260,13 @@ def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] |
     return max(peaks, default=None)
 
 
-def sentences_of(outcome: str, evaluation: dict[str, Any] | None) -> list[str]:
+def sentences_of(outcome: str, run: ReportedRun) -> list[str]:
     """Sentences of the comparisons with this outcome, each after its dataset's name."""
     return [
         f"{name}: {sentence}"
-        for name, dataset in (evaluation or {}).get("datasets", {}).items()
-        for sentence, told in outcomes_of(dataset).items()
-        if told == outcome
+        for _, name, dataset in evaluated_datasets([run])
+        for sentence, found in outcomes_of(dataset).items()
+        if found == outcome
     ]
 
 

@@ -6,7 +6,7 @@ It computes no result and loads nothing from elsewhere.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,12 +17,13 @@ from cellmill.report import figures
 from cellmill.report.collect import (
     ReportedCorpus,
     ReportedRun,
+    evaluated_datasets,
     largest_memory,
     outcomes_of,
     sentences_of,
 )
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
-from cellmill.report.tables import TaskTable, compare_runs, flat, number
+from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number
 from cellmill.runs.cost import span
 from cellmill.runs.progress import COLLAPSED
 from cellmill.runs.verdict import Outcome
@@ -30,8 +31,7 @@ from cellmill.runs.verdict import Outcome
 REGRESSION = "all genes + logistic regression"
 
 
-@dataclass(frozen=True)
-class PairedDifference:
+class PairedDifference(NamedTuple):
     """Paired difference from logistic regression on all genes, with its 95 % interval."""
 
     mean: float
@@ -62,40 +62,42 @@ class Standing:
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
     """Standings of all runs that were evaluated by a task with a metric, the best of each dataset marked."""
-    found = [standing for run in runs for standing in _of_run(run)]
-    top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
-    return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
-
-
-def _of_run(run: ReportedRun) -> Iterator[Standing]:
-    for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
+    found: list[Standing] = []
+    for run, dataset, entry in evaluated_datasets(runs):
         tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
         outcomes = Counter(outcomes_of(entry).values())
         for task, result in tasks.items():
-            best: dict[str, tuple[str, float, float, str]] = {}  # point by kind
+            best: dict[str, Point] = {}  # by kind
             for point in [] if result is None else TaskTable(result).points():
-                best[point[3]] = max(best.get(point[3], point), point, key=lambda point: point[1])
+                best[point.kind] = max(best.get(point.kind, point), point, key=lambda point: point.value)
             if "model" in best:
                 row, value, sd, _ = best["model"]
-                yield Standing(
+                standing = Standing(
                     *(run.name, dataset, task, result["metric"], row, value, sd or 0.0),
                     regression=_difference(result, row),
                     baseline=best["baseline"][:2] if "baseline" in best else None,
                     outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
                 )
+                found.append(standing)
                 break
+    top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
+    return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
 
 
 def _difference(result: Mapping[str, Any], row: str) -> PairedDifference | None:
-    """Of `row` to logistic regression by the task's metric, of paired differences or else of verdicts."""
-    for line in result.get("differences") or []:
-        if (line["column"], line["compared"], line["against"]) == (result["metric"], row, REGRESSION):
-            return PairedDifference(line["mean"], line["low"], line["high"])
-    for verdict in result["verdicts"]:
-        named = (verdict["compared"], verdict["against"], verdict["metric"])
-        if named == (row, REGRESSION, result["metric"]) and verdict["interval"] is not None:
-            return PairedDifference(verdict["difference"], *verdict["interval"])
-    return None
+    """Difference of `row` from logistic regression by the task's metric: a paired difference, or else a verdict."""
+    key = (row, REGRESSION, result["metric"])
+    found = [
+        PairedDifference(line["mean"], line["low"], line["high"])
+        for line in result.get("differences") or []
+        if (line["compared"], line["against"], line["column"]) == key
+    ]
+    found += [
+        PairedDifference(verdict["difference"], *verdict["interval"])
+        for verdict in result["verdicts"]
+        if (verdict["compared"], verdict["against"], verdict["metric"]) == key and verdict["interval"] is not None
+    ]
+    return next(iter(found), None)
 
 
 CURVES = {
@@ -145,21 +147,25 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     collapsed = ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
-        ("hours", _rounded(plan.get("hours")), None if wall_s is None else _rounded(wall_s / 3600)),
-        ("largest memory of tensors of a rank, GB", _rounded(planned_gb), _rounded(tensors)),
-        ("largest memory of a process with its libraries, GB", None, _rounded(process)),
+        ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
+        ("largest memory of tensors of a rank, GB", planned_gb, tensors),
+        ("largest memory of a process with its libraries, GB", None, process),
         ("rank with the largest memory", None, of_process if of_tensors is None else of_tensors),
         ("steps skipped as not finite", None, status.get("skipped_steps")),
         ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
-        ("highest cells/s", None, _rounded(fastest)),
-        ("fraction of time waiting for data", None, _rounded(sum(waits) / len(waits)) if waits else None),
-        (f"effective rank of the embedding, last validation{collapsed}", None, _rounded(directions)),
-        ("R² of log depth from the embedding, last validation", None, _rounded(_last(run.lines, "depth_r2"))),
-        ("share of the embedding explained by the batch, last validation", None,
-         _rounded(_last(run.lines, "batch_r2"))),
-    ]  # fmt: skip
-    return [row for row in rows if row[1] is not None or row[2] is not None]
+        ("highest cells/s", None, fastest),
+        ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
+        (f"effective rank of the embedding, last validation{collapsed}", None, directions),
+        ("R² of log depth from the embedding, last validation", None, _last(run.lines, "depth_r2")),
+        ("share of the embedding explained by the batch, last validation", None, _last(run.lines, "batch_r2")),
+    ]
+    return [(row[0], _rounded(row[1]), _rounded(row[2])) for row in rows if row[1] is not None or row[2] is not None]
+
+
+def _rounded(value: Any) -> Any:
+    """Two significant digits, as many as times, memory and ranks are known to."""
+    return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
 def energy_kwh(run: ReportedRun) -> float | None:
@@ -167,11 +173,6 @@ def energy_kwh(run: ReportedRun) -> float | None:
     watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
     return sum(watts) / len(watts) * seconds / 3.6e6 if watts and seconds else None
-
-
-def _rounded(value: Any) -> Any:
-    """Two significant digits, as many as times, memory and ranks are known to."""
-    return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
 def _last(lines: list[dict[str, Any]], key: str) -> float | None:
@@ -189,25 +190,20 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
     evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
     for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
         final = TaskTable(result)
-        series: dict[str, list[tuple[float, float]]] = {
-            name: [] for name, _, _, kind in final.points() if kind == "model"
-        }
+        series: dict[str, list[tuple[float, float]]] = {row.name: [] for row in final.points() if row.kind == "model"}
         for step, evaluation in evaluations.items():
             entry = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
-            if entry is None or entry["metric"] != final.metric:
-                continue
-            for name, value, _, kind in TaskTable(entry).points():
-                if kind == "model":
-                    series.setdefault(name, []).append((step, value))
-        baselines = [(value, name) for name, value, _, kind in final.points() if kind == "baseline"]
-        if baselines:
+            if entry is not None and entry["metric"] == final.metric:
+                for row in TaskTable(entry).points():
+                    if row.kind == "model":
+                        series.setdefault(row.name, []).append((step, row.value))
+        if baselines := [(row.value, row.name) for row in final.points() if row.kind == "baseline"]:
             value, name = max(baselines)
             series[f"{name} (best baseline)"] = [(min(evaluations), value), (max(evaluations), value)]
         if any(len(points) > 1 for points in series.values()):
             metric = final.metric.replace("_", " ")
-            yield figures.curves(
-                f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps", series, metric
-            )
+            title = f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps"
+            yield figures.curves(title, series, metric)
 
 
 MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
@@ -253,8 +249,8 @@ def render(
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},
         energy={r.name: energy_kwh(r) for r in runs},
-        behind={r.name: sentences_of("behind", r.evaluation) for r in runs},
-        level={r.name: sentences_of("level", r.evaluation) + sentences_of("undecided", r.evaluation) for r in runs},
+        behind={r.name: sentences_of("behind", r) for r in runs},
+        level={r.name: sentences_of("level", r) + sentences_of("undecided", r) for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         training=training_figures(runs),
         measures=MEASURES,
@@ -270,11 +266,8 @@ def render(
 
 def _cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
-    totals = (run.cost or {}).get("totals") or {}
-    for key, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
-        if totals.get(key):
-            return f"{float(f'{totals[key]:.2g}'):g} {unit}"
-    return None
+    totals, units = (run.cost or {}).get("totals") or {}, {"gpu_hours": "GPU-hours", "cpu_core_hours": "core-hours"}
+    return next((f"{float(f'{totals[key]:.2g}'):g} {unit}" for key, unit in units.items() if totals.get(key)), None)
 
 
 def _labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:

@@ -1,17 +1,24 @@
 """Tables of tasks, generic over their rows, and values as text."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from cellmill.report.collect import ReportedRun
+from cellmill.report.collect import ReportedRun, evaluated_datasets
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     heading: str
     key: str
     sd_key: str | None = None  # key of the standard deviation shown beside it
+
+
+class Point(NamedTuple):
+    """A row by the metric of its task."""
+
+    name: str
+    value: float
+    sd: float
+    kind: str  # baseline, external or, for all others, model
 
 
 class TaskTable:
@@ -27,7 +34,7 @@ class TaskTable:
     @property
     def best(self) -> str | None:
         """Name of the row with the highest metric; None where no metric ranks the rows."""
-        return max(self.points(), key=lambda point: point[1])[0] if self.points() else None
+        return max(self.points(), key=lambda point: point.value).name if self.points() else None
 
     @property
     def compact(self) -> bool:
@@ -44,19 +51,15 @@ class TaskTable:
                 best.add((max(having, key=lambda row: row[key])["name"], key))
         return best
 
-    def points(self) -> list[tuple[str, float, float, str]]:
-        """(name, value, sd, kind) of each row by the metric; none where no metric ranks the rows.
-
-        The kind is baseline, external or, for all others, model.
-        """
-        column = next((column for column in self.columns if column.heading == self.metric), None)
-        if column is None:
-            return []
+    def points(self) -> list[Point]:
+        """A point for each row, but for ceilings; none where no metric ranks the rows."""
         kinds = {"baseline": "baseline", "external": "external"}
         return [
-            (row["name"], row[column.key], row.get(column.sd_key or "", 0.0), kinds.get(row.get("kind", ""), "model"))
+            Point(row["name"], row[key], row.get(sd_key or "", 0.0), kinds.get(row.get("kind", ""), "model"))
+            for heading, key, sd_key in self.columns
+            if heading == self.metric
             for row in self.rows
-            if row.get(column.key) is not None and row.get("kind") != "ceiling"
+            if row.get(key) is not None and row.get("kind") != "ceiling"
         ]
 
 
@@ -83,11 +86,10 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
     with the value of the best classifier.
     """
     tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
-    for run in runs:
-        for dataset, entry in ((run.evaluation or {}).get("datasets") or {}).items():
-            for task, result in entry["tasks"].items():
-                if result["skipped"] is None:
-                    tasks.setdefault(task, []).append((run.name, dataset, result))
+    for run, dataset, entry in evaluated_datasets(runs):
+        for task, result in entry["tasks"].items():
+            if result["skipped"] is None:
+                tasks.setdefault(task, []).append((run.name, dataset, result))
     comparisons = []
     for task, results in tasks.items():
         metric = next((result["metric"] for _, _, result in results if result["metric"]), "")
@@ -100,13 +102,13 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
 
 
 def _values(result: dict[str, Any], metric: str) -> dict[str, Any]:
-    if metric:
-        best: dict[str, float] = {}
-        for name, value, _, _ in TaskTable(result).points():
-            features = name.partition(" + ")[0]
-            best[features] = max(value, best.get(features, value))
-        return best
-    return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+    if not metric:
+        return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+    best: dict[str, float] = {}
+    for point in TaskTable(result).points():
+        features = point.name.partition(" + ")[0]
+        best[features] = max(point.value, best.get(features, point.value))
+    return best
 
 
 def number(value: Any) -> str:
