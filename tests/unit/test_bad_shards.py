@@ -30,7 +30,7 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.task import TrainedContents, read_training_counts, seen_cells
+from cellmill.evaluate.task import TrainedCells, read_training_counts
 from cellmill.files import digest, sha256_file
 
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))
@@ -81,10 +81,11 @@ def read_all(folder: Path) -> str:
                 for part in (batch.genes, batch.values, batch.cu_seqlens, batch.cells, batch.levels):
                     hashed.update(np.ascontiguousarray(part).tobytes())
         stream.close()
-    hashed.update(json.dumps(sorted(seen_cells([manifest], ["one"])["one"])).encode())
+    trained = TrainedCells([manifest], ["one"])
+    hashed.update(json.dumps(sorted(trained.seen["one"])).encode())
     hashed.update(read_training_counts(manifest, 1000).toarray().tobytes())
     with open_counts(folder / "cells.h5ad") as reader:
-        hashed.update(TrainedContents([manifest]).copies(reader, np.ones(reader.n_obs, bool)).tobytes())
+        hashed.update(trained.copies(reader, np.ones(reader.n_obs, bool)).tobytes())
     return hashed.hexdigest()
 
 
@@ -326,9 +327,8 @@ def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(corpus: Pat
     folder = tmp_path / "shards"
     shutil.copytree(corpus, folder)
     manifest = Manifest.read(folder / "manifest.json")
-    seen = seen_cells([manifest], ["one"])["one"]
-    assert len(seen) > 100
+    assert len(TrainedCells([manifest], ["one"]).seen["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:
         file["obs/_index"][0] = "one:cell99999"
     with pytest.raises(DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"):
-        seen_cells([manifest], ["one"])
+        TrainedCells([manifest], ["one"])

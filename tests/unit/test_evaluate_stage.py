@@ -20,7 +20,7 @@ from cellmill.config.parts.tasks import TaskConfig
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.task import Context, TaskResult, seen_cells
+from cellmill.evaluate.task import Context, TaskResult, TrainedCells
 from cellmill.evaluate.umap import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
@@ -274,6 +274,6 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
 
 def test_seen_cells_are_those_of_train_and_val(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    seen = seen_cells([manifest, manifest], ["simulated", "elsewhere"])
+    seen = TrainedCells([manifest, manifest], ["simulated", "elsewhere"]).seen
     assert len(seen["simulated"]) == manifest.splits["train"].n_obs + manifest.splits["val"].n_obs
     assert seen["elsewhere"] == set()

@@ -135,7 +135,6 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Co
     task = Grn(config)
     first = task.run(planted)
     assert task.run(replace(planted, dataset="another")) is first  # its cells play no part
-    assert task.run(replace(planted, model=replace(planted.model))) is not first
     with pytest.raises(
         DataError, match=r"2 of 43 edges have a gene .* expected 100 others, got 41: .*, not absent, or"
     ):

@@ -25,7 +25,6 @@ from cellmill.evaluate.tasks.hidden_genes import (
     HiddenGenes,
     counts_of_logs,
     expression_of_shares,
-    measured_genes,
     own_expression,
 )
 from cellmill.evaluate.tasks.imputation import Imputation, expression_scores, fitted
@@ -48,7 +47,7 @@ def context(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _hidden(context: Context, counts: sp.csr_matrix | None = None) -> HiddenGenes:
-    genes = measured_genes(context)[5:150:2]  # more than are asked at once
+    genes = context.measured_genes[5:150:2]  # more than are asked at once
     return HiddenGenes(context, read_rows(context.reader, np.arange(20)) if counts is None else counts, genes)
 
 

@@ -33,7 +33,7 @@ from cellmill.data.shards.reader import OpenFiles, open_shards, places, read_pla
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
-from cellmill.evaluate.task import TrainedContents
+from cellmill.evaluate.task import TrainedCells
 from cellmill.stages import data as divide
 from cellmill.stages import data as shard
 from cellmill.stages import data as shard_part
@@ -249,7 +249,7 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     trained = json.loads(json.dumps(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0]))
     other = paths[1] if trained == "x" else paths[0]
     rows = np.arange(100) < 30 if trained == "x" else (np.arange(205) >= 50) & (np.arange(205) < 80)
-    contents = TrainedContents([manifest, manifest])
+    contents = TrainedCells([manifest, manifest], [])
     for shard_file in manifest.path.parent.glob("train-*.h5ad"):
         shard_file.write_bytes(b"hashed before, and not again for each dataset")
     for among in (np.ones(len(rows), bool), np.arange(len(rows)) % 2 == 0):

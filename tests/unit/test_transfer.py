@@ -113,7 +113,7 @@ def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_pa
 def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Path) -> None:
     context = make_context(tmp_path, simulated)
     cells = np.arange(100), np.arange(100, 180)
-    fitted, tested = (CellGroup.of(context, context.roles["label"], among)[0] for among in cells)
+    fitted, tested = (CellGroup.of(context, context.roles["label"], among) for among in cells)
     genes = shared_genes([fitted, tested])
     counts = tested.counts.copy()
     counts.data[counts.indptr[40] :] *= 50  # the last 40 cells

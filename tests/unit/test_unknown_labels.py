@@ -153,5 +153,5 @@ def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shard
         "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"
     )
     assert line.endswith("'9' 10 and 9 more")
-    assert list(counts.figures()["unknown_labels"]) == [str(i) for i in range(28, 28 - MOST_NAMES, -1)]
+    assert list(counts.numbers()["unknown_labels"]) == [str(i) for i in range(28, 28 - MOST_NAMES, -1)]
     assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}

@@ -8,6 +8,7 @@ import hashlib
 import warnings
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -24,13 +25,7 @@ MAX_BYTES = 2**20  # of one array of features: the file is read whole by each ev
 
 
 class BaselineCache:
-    """Known predictions by digest.
-
-    Parameters
-    ----------
-    file
-        An .npz file that `save` writes; None to keep nothing after this process.
-    """
+    """Known predictions by digest, kept by `save` in an .npz file; without `file`, in this process alone."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.known = file, _read(file)
@@ -55,39 +50,31 @@ class BaselineCache:
 
 
 class CachedClassifier:
-    """Classifier that is fitted only for a prediction that is not cached.
+    """An unfitted classifier, which is fitted on `features`, `(cells, width)`, only for a prediction not yet known.
 
-    Parameters
-    ----------
-    classifier
-        Unfitted; its `repr` names all options that differ from their defaults.
-    features, labels
-        Its training data: `(cells, width)`, dense or sparse, and text `(cells,)`.
+    The `repr` of `classifier` names all options that differ from their defaults.
     """
 
-    def __init__(self, cache: BaselineCache, classifier: Any, features: Any, labels: np.ndarray) -> None:
-        self._cache, self._classifier, self._fitted = cache, classifier, False
-        self._features, self._labels = features, labels
+    def __init__(self, baselines: BaselineCache, classifier: Any, features: Any, labels: np.ndarray) -> None:
+        self._known = baselines.known
+        self._fitted = cache(lambda: fit(classifier, features, labels))
         self._digest = _digest(f"{classifier!r} of {VERSIONS}", [*_arrays(features), labels])
 
     def predict(self, features: Any) -> np.ndarray:
         """Predicted classes, text `(cells,)`."""
-        key, known = _digest(self._digest, _arrays(features)), self._cache.known
-        if key not in known:
-            if not self._fitted:
-                fit(self._classifier, self._features, self._labels)
-                self._fitted = True
-            known[key] = self._classifier.predict(features)
-        return known[key]
+        if (key := _digest(self._digest, _arrays(features))) not in self._known:
+            self._known[key] = self._fitted().predict(features)
+        return self._known[key]
 
 
-def fit(classifier: Any, features: Any, labels: np.ndarray) -> None:
-    """Fit; a regression that stops before it converged says so in one line."""
+def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
+    """Fit the classifier and return it; a regression that stops before it converged says so in one line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         classifier.fit(features, labels)
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
         print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
+    return classifier
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:

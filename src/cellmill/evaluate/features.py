@@ -6,7 +6,8 @@ which helps or hurts depending on the number of cells. Newton-CG converges to th
 tolerance of 1e-6, in a tenth of the time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
-from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.evaluate.baselines import BaselineCache, CachedClassifier, fit
 from cellmill.evaluate.embed import embed_batches, tokens_of
@@ -45,8 +45,7 @@ class Features:
     """Features of cells of one dataset, made from their counts alone."""
 
     def __init__(self, context: Context) -> None:
-        self.model, self.precision = context.model, context.options.precision
-        self.columns = match_columns(context.reader, self.model.vocabulary)
+        self.model, self.precision, self.columns = context.model, context.options.precision, context.columns
 
     def of(self, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
         """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
@@ -105,19 +104,22 @@ def fit_all(
     Baselines are fitted when a prediction of theirs is not in `baselines`.
     """
     fitted: dict[str, Any] = {}
+    as_fitted: Callable[..., Any]
     for kind, values in features.items():
         for name, classifier in classifiers(min(neighbors, len(labels)), sp.issparse(values)).items():
-            if kind in OF_THE_MODEL:
-                fit(classifier, values, labels)
-            else:
-                classifier = CachedClassifier(baselines, classifier, values, labels)
-            fitted[f"{kind} + {name}"] = classifier
+            as_fitted = fit if kind in OF_THE_MODEL else partial(CachedClassifier, baselines)
+            fitted[f"{kind} + {name}"] = as_fitted(classifier, values, labels)
     return fitted
 
 
 def predict_all(fitted: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Predicted classes, text `(cells,)`, by every classifier of `fit_all`, each from its own kind of features."""
     return {name: classifier.predict(features[name.partition(" + ")[0]]) for name, classifier in fitted.items()}
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Rows of all parts, each dense or each sparse."""
+    return sp.vstack(parts, format="csr") if sp.issparse(parts[0]) else np.concatenate(parts)
 
 
 def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:

@@ -12,10 +12,10 @@ from cellmill.data.arrays import text_values
 from cellmill.data.shards.index import text_of
 from cellmill.data.shards.obs import values_of_column
 from cellmill.errors import DataError
+from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, TaskResult
 
-MAX_CELLS = 10_000
-"""Cells used at most: all-genes regression over more takes hours and moves accuracy by less than 0.01."""
+MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Labelled:
     n_left_out: int  # cells beyond the most, left out by a seeded draw
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
         used = {"n_cells": len(self.cells), "classes": self.classes, "dropped_classes": self.dropped}
         return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
@@ -59,7 +59,7 @@ def labelled_cells(
             print(f"{context.dataset}: {task}: {heading}: {counts}", flush=True)
     if (n := len(chosen.classes)) < 2:
         return TaskResult(
-            figures=chosen.figures,
+            figures=chosen.numbers,
             skipped=f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or "
             f"more; raise shard.test_frac or lower {needed_by}",
         )
@@ -69,10 +69,8 @@ def labelled_cells(
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
     """The labelled cells of classes with at least `fewest` cells."""
     text, missing = text_values(labels), labels.isna().to_numpy()
-    drawn = known = np.flatnonzero(~missing)
-    if len(known) > max_cells:
-        generator = np.random.Generator(np.random.Philox(key=[seed, 0]))
-        drawn = np.sort(generator.permutation(known)[:max_cells])
+    known = np.flatnonzero(~missing)
+    drawn = draw_cells(known, max_cells, seed, 0)
     counts = tally(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= fewest], dtype=np.int64)
     return Labelled(
@@ -108,12 +106,10 @@ class LabelCounts:
         """Cells of a label that the model does not know."""
         return sum(self.unknown.values())
 
-    def figures(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         """Cells of unknown labels and the labels of most of them; empty without any."""
-        if not self.unknown:
-            return {}
         named = dict(list(self.unknown.items())[:MOST_NAMES])
-        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named}
+        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
 
     def problem(self) -> str | None:
         """What is wrong with the labels, after the name of the column, without a full stop; None if nothing is."""
@@ -122,15 +118,13 @@ class LabelCounts:
             return f"{self.column}: the file has no such obs column"
         if not self.n_labelled:
             return f"{self.column}: no cell has a label"
+        labelled = f"{self.n_labelled:,} labelled cells"
         if self.n_unknown == self.n_labelled:
-            return (
-                f"{self.column}: none of {self.n_labelled:,} labelled cells has a label that the model knows: expected "
-                f"{_listed(self.labels)}; got {unknown}"
-            )
+            known = f"a label that the model knows: expected {_listed(self.labels)}; got {unknown}"
+            return f"{self.column}: none of {labelled} has {known}"
         if self.unknown:
             return (
-                f"{self.column}: {self.n_unknown:,} of {self.n_labelled:,} labelled cells have a label that the model "
-                f"does not know: {unknown}"
+                f"{self.column}: {self.n_unknown:,} of {labelled} have a label that the model does not know: {unknown}"
             )
         return None
 
@@ -147,15 +141,6 @@ def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[
     if found is None:
         return LabelCounts(column, False, 0, labels, {})
     codes, values = found
-    n_cells, unknown = np.bincount(codes[codes >= 0], minlength=len(values)), Counter[str]()
-    for value, n in zip(values, n_cells.tolist()):
-        if n and (text := text_of(value)) not in labels:
-            unknown[text] += n
-    ordered = dict(sorted(unknown.items(), key=lambda one: (-one[1], one[0])))
-    return LabelCounts(column, True, int(n_cells.sum()), labels, ordered)
-
-
-def texts_of(column: pd.Series) -> np.ndarray:
-    """(cells,) object: labels as the model names them, None for a missing one."""
-    codes, values = pd.factorize(column)
-    return np.array([*(text_of(value) for value in values), None], object)[codes]
+    given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
+    unknown = {label: n for label, n in tally(given).items() if label not in labels}
+    return LabelCounts(column, True, len(given), labels, unknown)

@@ -1,15 +1,13 @@
 """Prediction of labels and numbers by the heads of a model, their calibration, and `LoadedModel` (`cellmill.load`).
 
 config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the order of the head's
-rows) and `calibration`, whose keys are the fields of `Calibration`. Without a calibration it is None, and
-`uncalibrated` gives the reason. If a sum has several classifiers, the others are in `more_classifiers`, by part.
-`regressors` lists the columns whose numbers the model predicts, by part.
+rows) and `calibration` (fields of `Calibration`), or None and the reason in `uncalibrated`. If a sum has several
+classifiers, the others are in `more_classifiers`, by part. `regressors` lists the columns of predicted numbers.
 
 A classifier is calibrated on cells it was not trained on. One temperature divides all logits, so it never changes a
 cell's most likely label (Guo et al. 2017, section 4.2). It minimises the cross-entropy, and is kept only if
 temperatures fitted without a fifth of the cells lower the calibration error on that fifth; otherwise it is 1. The error
-is the expected calibration error of the same paper, section 3: the mean distance between probability and accuracy over
-bins of equal width, weighted by cells.
+is the expected calibration error of the same paper, section 3.
 """
 
 import warnings
@@ -38,12 +36,9 @@ from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.labels import Classification, Regression, calibration_error, error_of_logits, highest_of
 
-STEPS = 100
-"""Thresholds of the table: 0, 1 / STEPS, ..."""
-LARGEST = 100.0
-"""Largest temperature, and inverse of the smallest: cells that are all told apart would have none."""
-FOLDS = 5
-"""Parts of the cells that are held out in turn, to see whether a temperature is of use."""
+STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
+LARGEST = 100.0  # temperature, and inverse of the smallest: cells that are all separated would have none
+FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temperature is of use
 
 
 @dataclass(frozen=True)
@@ -54,18 +49,22 @@ class Calibration:
     n_cells: int
     accuracy: float
     calibration_error: float
-    calibration_error_uncalibrated: float
-    """With temperature 1."""
-    accuracy_above: list[float | None]
-    """Accuracy of the cells whose highest probability is at least i / STEPS, for i from 0; None for no cell."""
-    labelled_above: list[float]
-    """Share of these cells."""
+    calibration_error_uncalibrated: float  # with temperature 1
+    accuracy_above: list[
+        float | None
+    ]  # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
+    labelled_above: list[float]  # share of these cells
 
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
     logits = logits.astype(np.float64)
-    temperature = fit_temperature(logits, labels) if _lowers_error(logits, labels) else 1.0
+    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
+    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
+        if not held_out.all():
+            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
+    lowers_error = error_of_logits(scaled, labels) < error_of_logits(logits, labels)
+    temperature = fit_temperature(logits, labels) if lowers_error else 1.0
     highest, right = highest_of(logits / temperature, labels)
     above = highest[:, None] >= np.arange(STEPS) / STEPS
     accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
@@ -78,15 +77,6 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         accuracy_above=accuracy,
         labelled_above=above.mean(axis=0).tolist(),
     )
-
-
-def _lowers_error(logits: np.ndarray, labels: np.ndarray) -> bool:
-    """True if temperatures lower the calibration error of cells that they were not fitted on."""
-    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
-    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
-        if not held_out.all():
-            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
-    return error_of_logits(scaled, labels) < error_of_logits(logits, labels)
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -176,10 +166,7 @@ def uncalibrated(classifier: dict[str, Any]) -> str:
 
 
 def threshold(section: Predict, classifier: dict[str, Any]) -> float:
-    """Return the smallest probability of a label that is given; 0 gives every cell one.
-
-    Raises ConfigError for an accuracy that no threshold reaches on the validation cells, or without any of these.
-    """
+    """Return the smallest probability of a label that is given. Raises ConfigError for an accuracy out of reach."""
     if section.min_accuracy is None:
         return section.min_probability or 0.0
     calibration = classifier["calibration"]
@@ -208,12 +195,9 @@ ABOUT_PREDICTION = "cellmill_prediction"  # uns
 class Predicted:
     """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads alike."""
 
-    obs: dict[str, Any]
-    """cellmill_label, cellmill_probability and cellmill_value, each (cells,)."""
-    obsm: dict[str, np.ndarray]
-    """cellmill_probabilities, (cells, labels) float32, after the temperature."""
-    about: dict[str, Any]
-    """uns["cellmill_prediction"]."""
+    obs: dict[str, Any]  # cellmill_label, cellmill_probability and cellmill_value, each (cells,)
+    obsm: dict[str, np.ndarray]  # cellmill_probabilities, (cells, labels) float32, after the temperature
+    about: dict[str, Any]  # uns["cellmill_prediction"]
 
     @property
     def labels(self) -> pd.Categorical:
@@ -232,10 +216,7 @@ class Predicted:
 
 
 def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: str) -> dict[str, float]:
-    """Return the smallest probability of a label, by the end of the names of each head of labels.
-
-    Raises ConfigError, which names the model as `name`, for one that predicts nothing.
-    """
+    """`threshold` by the end of the names of each head of labels; ConfigError names the model as `name`."""
     heads = classifiers_of(model, config)
     if not heads and not regressions_of(model.objective):
         raise ConfigError(f"{name}: it predicts no labels; export a run with objective classification or regression")
@@ -294,21 +275,10 @@ class LoadedModel:
     def embed(self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any) -> np.ndarray:
         """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a gene of the model.
 
-        Parameters
-        ----------
-        adata
-            An AnnData in memory, with raw counts; genes are matched by Ensembl id or symbol, as for a file.
-        counts
-            Matrix of the counts: X, raw, or the name of a layer.
-        dataset
-            Name of the dataset, which a model with the covariate `dataset` reads.
-        **options
-            Options of section `embed`: token_budget, precision, min_coverage_frac, min_expressed_frac.
-
-        Raises
-        ------
-        DataError
-            If the matrix holds no counts, or the model knows too few of its genes.
+        `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X, raw, or the name of
+        a layer, `dataset` the name that a model with this covariate reads. `options` are those of section `embed`:
+        token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix holds no counts,
+        or the model knows too few of its genes.
         """
         return self._embed(adata, counts, dataset, options).vectors
 

@@ -32,58 +32,52 @@ def write_embedding(
     path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any], source: Path | None = None
 ) -> None:
     """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, or added to a copy of the .h5ad `source`."""
-    _write(path, obs, {KEY: vectors}, ABOUT, about, source)
+    with _opened(path, obs, {KEY: vectors}, {ABOUT: about}, source):
+        pass
 
 
 def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None) -> None:
-    """Write the predictions with `obs`, or added to a copy of the .h5ad `source`."""
-    if source is None:
-        obs = obs.assign(**predicted.obs)
-    _write(path, obs, predicted.obsm, ABOUT_PREDICTION, predicted.about, source, predicted.obs)
+    """Write the predictions with `obs`, or added to a copy of the .h5ad `source`.
+
+    There they replace the predictions of another model, which would pass for this one's.
+    """
+    columns = predicted.obs
+    with _opened(path, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source) as file:
+        if source is None:
+            return
+        obs = file["obs"]
+        if not isinstance(obs, h5py.Group):
+            raise DataError(
+                f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
+            )
+        for name in [name for name in obs if name.startswith((LABEL, PROBABILITY, VALUE)) and name not in columns]:
+            del obs[name]
+        for name in [name for name in file["obsm"] if name.startswith(PROBABILITIES) and name not in predicted.obsm]:
+            del file["obsm"][name]
+        for name, column in plain_text(pd.DataFrame(columns)).items():
+            write_elem(obs, name, column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.to_numpy())
+        order = [name for name in obs.attrs["column-order"] if name not in columns and name in obs]
+        obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
 
 
-def _write(
-    path: Path,
-    obs: pd.DataFrame,
-    obsm: Mapping[str, np.ndarray],
-    key: str,
-    about: dict[str, Any],
-    source: Path | None,
-    columns: Mapping[str, Any] | None = None,
-) -> None:
-    """Write an .h5ad without X, or `source`, which may be `path`, with entries added or replaced.
+@contextmanager
+def _opened(
+    path: Path, obs: pd.DataFrame, obsm: Mapping[str, np.ndarray], uns: Mapping[str, Any], source: Path | None
+) -> Iterator[h5py.File]:
+    """An .h5ad of these entries without X, or a copy of `source`, which may be `path`, with them in obsm and uns.
 
     Atomic, and so takes the size of `source` on disk; OSError names `path`.
     """
-    if source is None:
-        adata = ad.AnnData(obs=obs, obsm=dict(obsm), uns={key: about})
-        with create_h5(path) as file:  # anndata's own writer crashes the interpreter when the disk is full
-            write_anndata(file, adata)
-        return
-    with create_h5(path, copy_of=source) as file:
-        if columns is not None:
-            _replace_predictions(file, source, columns, obsm)
-        for group, name, value in (*(("obsm", *entry) for entry in obsm.items()), ("uns", key, about)):
-            if group not in file:
-                write_elem(file, group, {})
-            write_elem(file[group], name, value)
-
-
-def _replace_predictions(
-    file: h5py.File, source: Path, columns: Mapping[str, Any], obsm: Mapping[str, np.ndarray]
-) -> None:
-    """Write columns of obs, and remove what a model with other heads predicted: it would pass for this model's."""
-    obs = file["obs"]
-    if not isinstance(obs, h5py.Group):
-        raise DataError(f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append")
-    for name in [name for name in obs if name.startswith((LABEL, PROBABILITY, VALUE)) and name not in columns]:
-        del obs[name]
-    for name in [name for name in file.get("obsm", ()) if name.startswith(PROBABILITIES) and name not in obsm]:
-        del file["obsm"][name]
-    for name, column in plain_text(pd.DataFrame(columns)).items():
-        write_elem(obs, name, column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.to_numpy())
-    order = [name for name in obs.attrs["column-order"] if name not in columns and name in obs]
-    obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
+    with create_h5(path, copy_of=source) as file:  # anndata's own writer crashes the interpreter when the disk is full
+        if source is None:
+            write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
+        else:
+            for group, entries in (("obsm", obsm), ("uns", uns)):
+                if group not in file:
+                    write_elem(file, group, {})
+                for name, value in entries.items():
+                    write_elem(file[group], name, value)
+        yield file
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:

@@ -4,11 +4,10 @@ A method is features plus a classifier (a row of the table). A condition is a nu
 cells have lost (a column). All methods classify the same cells in the same repetitions, which differ in the seeds of
 folds, the draws of training cells, or the draws of what cells lose.
 
-Two things vary, as in a crossed design: the classified cells and the repetitions. The variance of the mean difference
-is the sum of both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller 2011, J. Bus. Econ.
-Stat. 29:238). The part common to both is not subtracted, so intervals are too wide rather than too narrow. The quantile
-is Student's with Satterthwaite's degrees of freedom. Cells of different folds count as independent: given the training
-cells of the folds, the mean over all of them has a normal limit for stable classifiers (Bayle, Bayle, Janson & Mackey
+The classified cells and the repetitions vary, as in a crossed design. The variance of the mean difference is the sum of
+both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238).
+The part common to both is not subtracted, so intervals are too wide rather than too narrow. The quantile is Student's
+with Satterthwaite's degrees of freedom. Cells of different folds count as independent (Bayle, Bayle, Janson & Mackey
 2020, "Cross-validation confidence intervals for test error"). The interval does not cover other pretraining seeds,
 training cells, donors or batches.
 
@@ -29,8 +28,7 @@ from cellmill.config.evaluate import BaselineGate
 from cellmill.errors import ConfigError
 from cellmill.runs.verdict import Verdict, compare
 
-NOT_TESTED = -1
-"""Predicted class of a cell that a repetition does not test."""
+NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
 LEVEL = 0.95
 
 
@@ -39,8 +37,19 @@ class Difference:
     mean: float
     low: float
     high: float
-    cells_se: float
-    """Standard error over cells alone, for the same cells in runs of several pretraining seeds."""
+    cells_se: float  # standard error over cells alone, for the same cells in runs of several pretraining seeds
+
+
+def draw_cells(cells: np.ndarray, most: int, seed: int, key: int) -> np.ndarray:
+    """`cells` (indices, ascending), or a seeded draw of `most` of them, ascending."""
+    if len(cells) <= most:
+        return cells
+    return np.sort(np.random.Generator(np.random.Philox(key=[seed, key])).permutation(cells)[:most])
+
+
+def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """`sums` / `n`, NaN where `n` is 0."""
+    return np.divide(sums, n, out=np.full(np.shape(sums), np.nan), where=n > 0)
 
 
 def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
@@ -139,13 +148,9 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
     return name, value, column
 
 
-EMBEDDING = "embedding"
-"""Name of the model's features; other names are baselines, but for those of `EXTERNAL`."""
-UNTRAINED = "untrained"
-"""Name of the features of the same architecture with initial weights, a baseline."""
-
-EXTERNAL = "external: "
-"""Beginning of the names of features by models of other packages: shown beside baselines, and none of them."""
+EMBEDDING = "embedding"  # name of the model's features
+UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
+EXTERNAL = "external: "  # beginning of the names of features by models of other packages: neither model nor baseline
 
 
 @dataclass
@@ -169,10 +174,8 @@ class ScoreColumn:
 
     def compare(self, own: str, other: str) -> Verdict:
         found = paired_difference(self.scores[own], self.scores[other])
-        tested = np.isfinite(self.scores[own] - self.scores[other]).any(axis=0)
-        n = int(tested.sum()) if self.n_units is None else self.n_units
-        interval = found.low, found.high
-        return compare(own, other, self.metric, found.mean, interval, self.lower_is_better, n)
+        n = self.n_units or int(np.isfinite(self.scores[own] - self.scores[other]).any(axis=0).sum())
+        return compare(own, other, self.metric, found.mean, (found.low, found.high), self.lower_is_better, n)
 
 
 @dataclass
@@ -198,20 +201,23 @@ class Predictions:
                 methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
             methods[name][repetition, cells] = np.searchsorted(self.classes, predicted)
 
+    @cached_property
+    def truth(self) -> np.ndarray:
+        """Class number of each cell."""
+        return np.searchsorted(self.classes, self.labels)
+
     def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
-        numbers = np.searchsorted(self.classes, self.labels)
         methods = self.by_condition[condition]
-        return ScoreColumn(heading, words, {name: cell_scores(metric, numbers, of) for name, of in methods.items()})
+        return ScoreColumn(heading, words, {name: cell_scores(metric, self.truth, of) for name, of in methods.items()})
 
     def confusion(self, condition: str, name: str) -> dict[str, Any]:
         """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""
-        classes, truth = self.classes, np.searchsorted(self.classes, self.labels)
-        counts = np.zeros((len(classes), len(classes)), np.int64)
+        counts = np.zeros(2 * (len(self.classes),), np.int64)
         for of_cells in self.by_condition[condition][name]:
             tested = of_cells != NOT_TESTED
-            np.add.at(counts, (truth[tested], of_cells[tested]), 1)
-        return {"row": name, "classes": classes.tolist(), "counts": counts.tolist()}
+            np.add.at(counts, (self.truth[tested], of_cells[tested]), 1)
+        return {"row": name, "classes": self.classes.tolist(), "counts": counts.tolist()}
 
     def accuracies(self) -> list[ScoreColumn]:
         """A column for each condition."""
@@ -237,10 +243,11 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(name for column in columns for name in column.scores):
         row: dict[str, Any] = {"name": name, "kind": kind_of(name)}
         for column in columns:
-            values = np.nanmean(column.scores[name], axis=1) if name in column.scores else None
-            row[f"{column.heading}_mean"] = None if values is None else column.mean(name)
-            row[f"{column.heading}_sd"] = None if values is None else float(values.std(ddof=len(values) > 1))
-            row[f"{column.heading}_repetitions"] = None if values is None else values.tolist()
+            shown: tuple[Any, ...] = (None, None, None)
+            if name in column.scores:
+                values = np.nanmean(column.scores[name], axis=1)
+                shown = column.mean(name), float(values.std(ddof=len(values) > 1)), values.tolist()
+            row |= {f"{column.heading}_{ending}": value for ending, value in zip(("mean", "sd", "repetitions"), shown)}
         rows.append(row)
     return rows
 

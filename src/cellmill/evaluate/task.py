@@ -1,7 +1,7 @@
 """Contract of an evaluation task, and everything a task is given: the model, the datasets, and the held-out cells.
 
-A task is a class `Task(config)`, named by the `implementation` of its options (`config.parts.tasks.TaskConfig`). Stage
-`evaluate` calls `run` once per dataset and writes the returned result to metrics.json; the report shows any task.
+The `implementation` of a task's options (`config.parts.tasks.TaskConfig`) names its class. Stage `evaluate` calls `run`
+once per dataset and writes the returned result to metrics.json; the report shows any task.
 
 Held-out cells are in no training or validation shard of the model's corpus or of its ancestors' corpora. A cell is
 found there by dataset and obs name, and also, under any name, by its counts of the vocabulary's genes. Different cells
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,9 @@ from sklearn.decomposition import PCA
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.arrays import log_normalise, rank_buckets, summed
-from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import open_h5
@@ -57,13 +56,6 @@ class DatasetFiles:
 
 
 @dataclass(frozen=True)
-class OpenDataset:
-    reader: CountsReader
-    vectors: np.ndarray  # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
-    roles: dict[str, pd.Series]
-
-
-@dataclass(frozen=True)
 class EvaluatedDatasets:
     """Datasets by name. Embeddings must come from the model with weights `digest` and be `width` wide."""
 
@@ -72,18 +64,21 @@ class EvaluatedDatasets:
     width: int
 
     @contextmanager
-    def open(self, name: str) -> Iterator[OpenDataset]:
-        """The dataset `name`, one of `files`. Raises DataError for a file that is not as expected.
+    def open(self, name: str) -> Iterator[tuple[CountsReader, np.ndarray, dict[str, pd.Series]]]:
+        """`reader`, `vectors` and `roles` (see `Context`) of one of `files`. Raises DataError for a damaged file.
 
-        Its roles are the labels, and those that preprocessed cells have under their own names.
+        Roles are the labels, and those that preprocessed cells have under their own names.
         """
         files = self.files[name]
         columns = {"label" if number == 1 else f"label {number}": of for number, of in enumerate(files.labels, start=1)}
         with open_dataset(files.cells) as reader:
             vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
             columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs}
-            roles = {role: reader.obs_column(column, f"the dataset's {role}") for role, column in columns.items()}
-            yield OpenDataset(reader, vectors, roles)
+            yield (
+                reader,
+                vectors,
+                {role: reader.obs_column(of, f"the dataset's {role}") for role, of in columns.items()},
+            )
 
 
 MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
@@ -135,39 +130,44 @@ def _blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np
         shard.close()
 
 
-def seen_cells(manifests: Iterable[Manifest], datasets: Iterable[str]) -> dict[str, set[str]]:
-    """obs names of training and validation cells, by dataset; an empty set for datasets outside the corpora.
+class TrainedCells:
+    """Training and validation cells of corpora: the model's, and of the models that it started from.
 
     Raises DataError for a shard that is not as when it was written.
     """
-    seen: dict[str, set[str]] = {name: set() for name in datasets}
-    for manifest in manifests:
-        if verify_changed(manifest):
-            record(manifest)
-        for shard in (shard for split in READ for shard in manifest.splits[split].shards):
-            path = manifest.shard_path(shard)
-            try:
-                with open_h5(path, REMEDY) as file:
-                    names = read_elem(file["obs"][file["obs"].attrs["_index"]])
-            except (OSError, KeyError) as error:
-                raise DataError(f"{path}: cannot read its obs names ({error}); run shard again") from None
-            for name in names:
-                dataset, _, cell = str(name).partition(":")
-                if dataset in seen:
-                    seen[dataset].add(cell)
-    return seen
 
-
-class TrainedContents:
-    """Contents of the training and validation cells of corpora."""
-
-    def __init__(self, manifests: Iterable[Manifest]):
+    def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
+        self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names
         self._corpora: list[tuple[Vocabulary, list[np.ndarray]]] = []  # genes, and the hashes of each split's cells
+        for manifest in manifests:
+            if verify_changed(manifest):
+                record(manifest)
+            for path in (manifest.shard_path(shard) for split in READ for shard in manifest.splits[split].shards):
+                try:
+                    with open_h5(path, REMEDY) as file:
+                        names = read_elem(file["obs"][file["obs"].attrs["_index"]])
+                except (OSError, KeyError) as error:
+                    raise DataError(f"{path}: cannot read its obs names ({error}); run shard again") from None
+                for dataset, _, cell in (str(name).partition(":") for name in names):
+                    if dataset in self.seen:
+                        self.seen[dataset].add(cell)
         for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():
             trained = [split for split in READ if manifest.splits[split].n_obs]
             ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
             genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
             self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
+
+    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
+        """Mask, bool `(n_obs,)`, of the cells of a dataset that are not among them, and the number of equal ones.
+
+        Cells that are equal to trained cells of other names are not unseen; their number is printed.
+        """
+        unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
+        copies = self.copies(reader, unnamed)
+        if n := int(copies.sum()):
+            line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
+            print(f"{dataset}: {line}", flush=True)
+        return unnamed & ~copies, n
 
     def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
         """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""
@@ -262,6 +262,17 @@ class Context:
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 
     @property
+    def columns(self) -> GeneColumns:
+        """Genes of the model in the dataset."""
+        return match_columns(self.reader, self.model.vocabulary)
+
+    @property
+    def measured_genes(self) -> np.ndarray:
+        """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
+        target = self.columns.target
+        return np.unique(target[target >= 0]).astype(np.int64)
+
+    @property
     def supervised(self) -> str | None:
         """Addition to the model's name in tables and verdicts if it was trained with labels."""
         columns = self.model.supervised_by
@@ -338,47 +349,15 @@ def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     return replace(result, rows=rows, verdicts=verdicts, differences=differences, confusion=confusion)
 
 
-class Task(Protocol):
-    def __init__(self, config: TaskConfig) -> None: ...
+class Task:
+    """Base of the built-in tasks; a class of a plug-in needs these two methods alone."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     def run(self, context: Context) -> TaskResult:
         """Judge the model on one dataset. Raises DataError where the user named something unusable."""
-        ...
-
-
-class TrainedCells:
-    """Training and validation cells of corpora: the model's, and of the models that it started from."""
-
-    def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
-        self._seen, self._contents = seen_cells(manifests, datasets), TrainedContents(manifests)
-
-    def in_corpus(self, dataset: str) -> bool:
-        """True if cells of the dataset are among them by name."""
-        return bool(self._seen[dataset])
-
-    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the cells of a dataset that are not among them, and the number of equal ones.
-
-        Cells that are equal to trained cells of other names are not unseen; their number is printed.
-        """
-        unnamed = ~reader.obs.index.isin([*self._seen[dataset]])
-        copies = self._contents.copies(reader, unnamed)
-        if n := int(copies.sum()):
-            line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
-            print(f"{dataset}: {line}", flush=True)
-        return unnamed & ~copies, n
-
-
-def scored_cells(reader: CountsReader, unseen: np.ndarray, options: Evaluate) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells that `options.cells` chooses. Raises DataError if none is held out."""
-    if options.cells == "all":
-        return np.ones(reader.n_obs, dtype=bool)
-    if not unseen.any():
-        raise DataError(
-            f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
-            "raise shard.test_frac, or set evaluate.cells to all"
-        )
-    return unseen
+        raise NotImplementedError
 
 
 def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:

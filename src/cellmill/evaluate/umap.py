@@ -3,6 +3,7 @@
 import csv
 import io
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from math import isfinite
@@ -15,7 +16,9 @@ import umap
 from numba.core.dispatcher import Dispatcher
 from sklearn.neighbors import NearestNeighbors
 
+from cellmill.data.arrays import text_values
 from cellmill.errors import DataError
+from cellmill.evaluate.scores import draw_cells
 from cellmill.files import require_file, write_text
 
 COMPILED = (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse)
@@ -62,35 +65,21 @@ def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np
     return np.hstack([own, indices[:, :-1]]), np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
 
 
-def sample_cells(n_cells: int, seed: int) -> np.ndarray:
-    """Indices of the cells to draw, ascending: all, or a seeded sample of MAX_CELLS."""
-    if n_cells <= MAX_CELLS:
-        return np.arange(n_cells)
-    return np.sort(np.random.Generator(np.random.Philox(key=[seed, 1])).permutation(n_cells)[:MAX_CELLS])
-
-
 def umap_rows(
-    dataset: str,
+    name: str,
     obs_names: pd.Index,
     vectors: np.ndarray,
-    label: pd.Series | None,
-    batch: pd.Series | None,
+    roles: Mapping[str, pd.Series],
     unseen: np.ndarray,
     seed: int,
 ) -> list[tuple[Any, ...]]:
-    """Rows of umap.tsv for the cells of one dataset that have an embedding."""
-    embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
-    cells = embedded[sample_cells(len(embedded), seed)]
-    coordinates = project(vectors[cells], seed)
-    labels, batches = (
-        np.full(len(obs_names), "")
-        if column is None
-        else column.astype(object).where(column.notna(), "").astype(str).to_numpy(object)
-        for column in (label, batch)
-    )
+    """Rows of umap.tsv for the cells of one dataset that have an embedding, with their role label and batch."""
+    cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), MAX_CELLS, seed, 1)
+    none = np.full(len(obs_names), "")
+    labels, batches = (text_values(roles[role]) if role in roles else none for role in ("label", "batch"))
     return [
-        (dataset, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
-        for cell, (x, y) in zip(cells, coordinates)
+        (name, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
+        for cell, (x, y) in zip(cells, project(vectors[cells], seed))
     ]
 
 
@@ -105,25 +94,20 @@ def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
 
 
 def read_umap(path: Path) -> list[dict[str, str]]:
-    """Rows as text by column; none when the file is absent. Raises DataError for anything that `write_umap` does not
-    write."""
+    """Rows as text by column; none when the file is absent. Raises DataError for a damaged file."""
     if not path.exists():
         return []
     require_file(path)
+    rows = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            head, *rows = csv.reader(file, delimiter="\t")
+            lines = csv.reader(file, delimiter="\t")
+            if tuple(next(lines, ())) != COLUMNS:
+                raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
+            for line in lines:
+                if len(line) != len(COLUMNS) or not all(isfinite(float(value)) for value in line[3:5]):
+                    raise ValueError(f"expected {', '.join(COLUMNS)}")
+                rows.append(dict(zip(COLUMNS, line)))
     except (ValueError, csv.Error) as error:
-        raise DataError(f"{path}: not a table ({error}); run evaluate again") from None
-    if tuple(head) != COLUMNS:
-        raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}; run evaluate again")
-    if wrong := [number for number, row in enumerate(rows, start=2) if not _is_point(row)]:
-        raise DataError(f"{path}, row {wrong[0]}: expected {', '.join(COLUMNS)}; run evaluate again")
-    return [dict(zip(head, row)) for row in rows]
-
-
-def _is_point(row: list[str]) -> bool:
-    try:
-        return len(row) == len(COLUMNS) and isfinite(float(row[3])) and isfinite(float(row[4]))
-    except ValueError:
-        return False
+        raise DataError(f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again") from None
+    return rows

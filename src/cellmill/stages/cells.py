@@ -1,12 +1,11 @@
 """Stages that apply an exported model to cells: embed, embed_external, predict and generate.
 
-embed_external runs a command of another environment, whose embedding becomes a row beside the model. It runs without a
-shell, in the working directory, and prints to this stage's log. Its output is checked and kept in the form of stage
-`embed`, so that `evaluate` reads no file that another package wrote.
+embed_external runs a command of another environment, whose embedding becomes a row beside the model. Its output is
+checked and kept in the form of stage `embed`, so that `evaluate` reads no file that another package wrote.
 
 generate draws cells from a model of family `autoregressive`. A row of X has the cell's genes in the order in which they
-were drawn, as in the shards; layer `rank` has the same order as numbers from 1, for tools that sort columns. X holds
-log(1 + counts per 10,000) as predicted (tokenizer continuous), drawn bins (binned), or 1 (tokenizers without values).
+were drawn; layer `rank` has the same order as numbers from 1, for tools that sort columns. X holds log(1 + counts per
+10,000) as predicted (tokenizer continuous), drawn bins (binned), or 1 (tokenizers without values).
 """
 
 import os
@@ -24,14 +23,15 @@ import scipy.sparse as sp
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.data.arrays import text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
-from cellmill.data.shards.index import DATASET
+from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
-from cellmill.evaluate.labels import count_labels, texts_of
+from cellmill.evaluate.labels import count_labels
 from cellmill.evaluate.predict import LABEL, classifiers_of, predict_heads, thresholds_of, uncalibrated
 from cellmill.evaluate.results import read_external, write_embedding, write_prediction
 from cellmill.files import sha256_file
@@ -48,15 +48,15 @@ def embed(
     """
     path = checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
-    section, started = options.embed, time.perf_counter()
+    started = time.perf_counter()
     with open_dataset(path, counts) as reader:
-        embedding, obs = embed_checked(reader, network, vocabulary, tokens, section), reader.obs
+        embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
     seconds = time.perf_counter() - started
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
         "supervised_by": ", ".join(config.get("supervised_by", [])),  # obs columns whose labels it was trained with
-        "precision": section.precision,
+        "precision": options.embed.precision,
         "coverage_frac": embedding.coverage_frac,
         "n_without_genes": embedding.n_without_genes,
         "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
@@ -138,18 +138,18 @@ def generate(
             "0, or with tokens.tokenizer rank"
         )
     first, most = prompt_rows(prompt, vocabulary), tokens.max_tokens
-    longest = f"{most} (tokens.max_tokens of the model)"
+    least, of = max(1, len(first)), "(tokens.max_tokens of the model)"
     for name, right, wanted, given in (
         ("cells", cells >= 1, "at least 1", cells),
         ("top-k", top_k >= 0, "at least 0", top_k),
         ("batch-cells", batch_cells >= 1, "at least 1", batch_cells),
         ("seed", 0 <= seed < 2**31, f"0 to {2**31 - 1}", seed),
         ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
-        ("prompt", len(first) <= most, f"at most {most} genes (tokens.max_tokens of the model)", len(first)),
+        ("prompt", len(first) <= most, f"at most {most} genes {of}", len(first)),
         (
             "max-genes",
-            max(1, len(first)) <= (max_genes or most) <= most,
-            f"{max(1, len(first))} (genes of --prompt) to {longest}",
+            least <= (max_genes or most) <= most,
+            f"{least} (genes of --prompt) to {most} {of}",
             max_genes,
         ),
     ):
@@ -207,54 +207,36 @@ def as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[s
 def predict(
     *, options: PredictOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
 ) -> None:
-    """Write labels, probabilities and numbers of the cells of `input`, preprocessed or raw, to `out` (.h5ad).
-
-    `input` may be a URL.
-
-    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
-    """
+    """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and `append` as in `embed`."""
     path = checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
-    section, smallest = options.embed, thresholds_of(network, config, options.predict, f"--model {model}")
+    smallest = thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
-        embedding, obs = embed_checked(reader, network, vocabulary, tokens, section), reader.obs
-    print(f"{path.stem}: {embedding.coverage_frac:.1%} of counts on known genes")
+        embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
     predicted = predict_heads(network, config, embedding, smallest)
+    lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
     for end, (_, classifier) in classifiers_of(network, config).items():
-        labels, n_unknown = predicted.obs[LABEL + end], predicted.about[f"n_unknown{end}"]
-        _print_labelled(path.stem, obs, classifier, labels, n_unknown, smallest[end], out)
+        column, labels = classifier["label_column"], classifier["labels"]
+        least, n_unknown = smallest[end], predicted.about[f"n_unknown{end}"]
+        unknown = f"{n_unknown:,} below probability {least:g} are unknown" if least else "none unknown"
+        lines.append(f"{len(obs):,} cells labelled by {column}, {unknown} -> {out}")
+        if not classifier["calibration"]:
+            lines.append(f"warning: probabilities are not calibrated: {uncalibrated(classifier)}")
+        if column not in obs or column == DATASET:
+            continue
+        found = count_labels(obs, path.stem, column, labels)
+        if n_known := found.n_labelled - found.n_unknown:
+            given = pd.Series(text_values(obs[column].map(text_of, na_action="ignore")))
+            n_equal = int((given.isin(labels) & (given == np.asarray(predicted.obs[LABEL + end], object))).sum())
+            lines.append(
+                f"{n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
+                f"({n_equal / n_known:.3f})"
+            )
+        if line := found.problem():
+            lines.append(f"warning: obs column {line}")
     for key, column in predicted.about.items():
         if key.startswith("value_column"):
-            print(f"{path.stem}: {len(obs):,} cells have a predicted {column} -> {out}")
+            lines.append(f"{len(obs):,} cells have a predicted {column} -> {out}")
     write_prediction(out, obs, predicted, path if append else None)
-    for line in limits_of(embedding):
+    for line in [*lines, *limits_of(embedding)]:
         print(f"{path.stem}: {line}")
-
-
-def _print_labelled(
-    name: str,
-    obs: pd.DataFrame,
-    classifier: dict[str, Any],
-    predicted: pd.Categorical,
-    n_unknown: int,
-    smallest: float,
-    out: Path,
-) -> None:
-    """Print how many cells are labelled, and as the file labels them, and which labels the model does not know."""
-    column, labels = classifier["label_column"], classifier["labels"]
-    unknown = f"{n_unknown:,} below probability {smallest:g} are unknown" if smallest else "none unknown"
-    print(f"{name}: {len(obs):,} cells labelled by {column}, {unknown} -> {out}")
-    if not classifier["calibration"]:
-        print(f"{name}: warning: probabilities are not calibrated: {uncalibrated(classifier)}")
-    if column not in obs or column == DATASET:
-        return
-    counts = count_labels(obs, name, column, labels)
-    if n_known := counts.n_labelled - counts.n_unknown:
-        given = pd.Series(texts_of(obs[column]))
-        n_equal = int((given.isin(labels) & (given == np.asarray(predicted, object))).sum())
-        print(
-            f"{name}: {n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
-            f"({n_equal / n_known:.3f})"
-        )
-    if line := counts.problem():
-        print(f"{name}: warning: obs column {line}")

@@ -10,22 +10,20 @@ evaluate writes metrics.json last:
         n_copies (not trained on by their names, but equal to cells that were: not held out)
         roles   obs column by role, for instance label, `label 2`
         supervised  in words, for a model that was trained with labels; else null
-        tasks   by name, `NAME of LABEL` for further labels: rows, metric, verdicts, sentences, figures,
-                skipped, differences (evaluate.task.TaskResult)
+        tasks   by name, `NAME of LABEL` for further labels: `evaluate.task.TaskResult` and `sentences`
 
-umap.tsv beside it has dataset, obs_name, label, x, y and heldout (1 or 0) of each drawn cell; scores.csv the numbers of
-all rows, one a line. Figures of a task have its seconds, the only number that varies from one evaluation to the next.
+umap.tsv beside it has the drawn cells, scores.csv the numbers of all rows, one a line. The seconds of a task are the
+only number that varies from one evaluation to the next.
 
-predict_changes writes the predicted expression under held-out perturbations beside the measured one. The predictions
-are the ones that task `perturbation` scores: of the same folds (the first of its repetitions), by the same methods,
-fitted to none of the tested cells. A file holds changes and cells (`evaluate/tasks/perturbation.py`); packages that
-compare predicted cells with measured ones make cells of them, each in its own rule (workflow/rules/bridges.smk).
+predict_changes writes the predictions that task `perturbation` scores (of the first of its repetitions) beside the
+measured cells (`evaluate/tasks/perturbation.py`), for packages that compare cells (workflow/rules/bridges.smk).
 """
 
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,6 @@ from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.plugin import in_one_line
-from cellmill.data.genes.names import match_columns
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.h5 import check_h5ad
 from cellmill.data.shards.manifest import Manifest
@@ -44,30 +41,17 @@ from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import gene_coverage
 from cellmill.evaluate.results import read_costs, read_embedding, write_scores
-from cellmill.evaluate.scores import failures, is_own
+from cellmill.evaluate.scores import failures
 from cellmill.evaluate.task import (
     Context,
     DatasetFiles,
     EvaluatedDatasets,
-    EvaluatedModel,
     Task,
     TrainedCells,
     load_evaluated,
     named_supervised,
-    scored_cells,
-    supervised_name,
 )
-from cellmill.evaluate.tasks.changes import (
-    Profiles,
-    find_units,
-    folds_of,
-    predictions,
-    read_profiles,
-    scored_units,
-    strata_of,
-    without_changes,
-)
-from cellmill.evaluate.tasks.perturbation import PredictedChanges, write_changes
+from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import umap_rows, write_umap
 from cellmill.files import sha256_file, write_json
 
@@ -113,51 +97,40 @@ def evaluate(
         name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
         for name, path, embedding, label in zip(names, paths, embeddings, labels)
     }
-    evaluated, trained, opened, about = _opened(section, model, manifest, ancestors, files)
+    evaluation = _Evaluation(section, model, manifest, ancestors, files)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, Any] = {}
     points: list[tuple[Any, ...]] = []
     for at, (name, given) in enumerate(files.items()):
-        with opened.open(name) as dataset:
-            reader, vectors, roles = dataset.reader, dataset.vectors, dataset.roles
-            unseen, n_copies = trained.unseen(name, reader)
-            scored, embedded = scored_cells(reader, unseen, section), np.isfinite(vectors).all(axis=1)
-            cost = read_costs(given.embedding)
+        with evaluation.open(name) as (context, unseen, n_copies):
+            reader, cost = context.reader, read_costs(given.embedding)
             print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
-            beside = {
-                other: read_embedding(file, reader.obs.index, section.external[other].command_digest, None)
-                for other, file in zip(others, external[at * len(others) :])
-            }
-            context = Context(
-                name,
-                reader,
-                scored & embedded,
-                vectors,
-                roles,
-                evaluated,
-                section,
+            context = replace(
+                context,
                 baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
                 embedding_cost=cost,
-                external=beside,
-                datasets=opened,
+                external={
+                    other: read_embedding(file, reader.obs.index, section.external[other].command_digest, None)
+                    for other, file in zip(others, external[at * len(others) :])
+                },
             )
+            n_scored, n_chosen = int(context.scored.sum()), reader.n_obs if section.cells == "all" else unseen.sum()
             datasets[name] = {
                 "n_cells": reader.n_obs,
-                "n_scored": int(context.scored.sum()),
+                "n_scored": n_scored,
                 "cells": section.cells,
-                "n_without_genes": int((scored & ~embedded).sum()),
-                "genes": asdict(gene_coverage(match_columns(reader, evaluated.vocabulary), evaluated.vocabulary)),
-                "in_corpus": trained.in_corpus(name),
+                "n_without_genes": int(n_chosen) - n_scored,
+                "genes": asdict(gene_coverage(context.columns, context.model.vocabulary)),
+                "in_corpus": bool(evaluation.trained.seen[name]),
                 "n_copies": n_copies,
-                "roles": {role: str(column.name) for role, column in roles.items() if column.name != role},
+                "roles": {role: str(column.name) for role, column in context.roles.items() if column.name != role},
                 "supervised": context.supervised,
                 "tasks": _run_tasks(tasks, context),
             }
             context.baselines.save()
-            named = (roles.get("label"), roles.get("batch"))
-            points += umap_rows(name, reader.obs.index, vectors, *named, unseen, section.seed)
+            points += umap_rows(name, reader.obs.index, context.vectors, context.roles, unseen, section.seed)
     write_umap(out.parent / "umap.tsv", points)
-    metrics = about | {"options": section.model_dump(mode="json"), "datasets": datasets}
+    metrics = evaluation.about | {"options": section.model_dump(mode="json"), "datasets": datasets}
     write_scores(out.parent / "scores.csv", datasets)
     kept = out.with_name("metrics.failed.json")
     kept.unlink(missing_ok=True)
@@ -168,23 +141,50 @@ def evaluate(
     write_json(out, metrics)  # last: its existence means that the others are complete
 
 
-def _opened(
-    section: Evaluate, model: Path, manifest: Path, ancestors: Sequence[Path], files: dict[str, DatasetFiles]
-) -> tuple[EvaluatedModel, TrainedCells, EvaluatedDatasets, dict[str, Any]]:
-    """The model, its training cells, the datasets to open, and `model` and `fingerprint` of metrics.json."""
-    shards = Manifest.read(manifest)
-    evaluated = load_evaluated(model, manifest, shards, section.seed)
-    digest = sha256_file(model / "model.safetensors")
-    about = {
-        "digest": digest,
-        "vocabulary_digest": evaluated.vocabulary.digest,
-        "step": evaluated.config.get("step"),
-        "objective": evaluated.network.objective.config.name,
-        "supervised_by": evaluated.supervised_by,
-    }
-    trained = TrainedCells([shards, *map(Manifest.read, ancestors)], files)
-    opened = EvaluatedDatasets(files, digest, evaluated.network.vector_width)
-    return evaluated, trained, opened, {"model": about, "fingerprint": shards.fingerprint}
+class _Evaluation:
+    """The model, its training cells, the datasets, and `model` and `fingerprint` of metrics.json (`about`)."""
+
+    def __init__(
+        self,
+        section: Evaluate,
+        model: Path,
+        manifest: Path,
+        ancestors: Sequence[Path],
+        files: dict[str, DatasetFiles],
+    ) -> None:
+        shards = Manifest.read(manifest)
+        self.section, self.model = section, load_evaluated(model, manifest, shards, section.seed)
+        network, digest = self.model.network, sha256_file(model / "model.safetensors")
+        about = {
+            "digest": digest,
+            "vocabulary_digest": self.model.vocabulary.digest,
+            "step": self.model.config.get("step"),
+            "objective": network.objective.config.name,
+            "supervised_by": self.model.supervised_by,
+        }
+        self.about: dict[str, Any] = {"model": about, "fingerprint": shards.fingerprint}
+        self.trained = TrainedCells([shards, *map(Manifest.read, ancestors)], files)
+        self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[Context, np.ndarray, int]]:
+        """One dataset, and its unseen cells and the number of copies (`TrainedCells.unseen`).
+
+        Raises DataError if no cell is held out.
+        """
+        with self.datasets.open(name) as (reader, vectors, roles):
+            unseen, n_copies = self.trained.unseen(name, reader)
+            if self.section.cells == "heldout" and not unseen.any():
+                raise DataError(
+                    f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
+                    "raise shard.test_frac, or set evaluate.cells to all"
+                )
+            scored = (unseen | (self.section.cells == "all")) & np.isfinite(vectors).all(axis=1)
+            yield (
+                Context(name, reader, scored, vectors, roles, self.model, self.section, datasets=self.datasets),
+                unseen,
+                n_copies,
+            )
 
 
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
@@ -224,9 +224,6 @@ def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
     return entry
 
 
-HELD_OUT = "perturbation"
-
-
 def predict_changes(
     *,
     options: EvaluateOptions,
@@ -248,49 +245,12 @@ def predict_changes(
         raise ConfigError("evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}")
     if HELD_OUT not in config.held_out:
         raise ConfigError("evaluate.tasks.perturbation.held_out: expected perturbation among them; add it")
-    files = {name: DatasetFiles(path, embedding, [])}
-    evaluated, trained, opened, about = _opened(section, model, manifest, ancestors, files)
-    with opened.open(name) as dataset:
-        unseen, _ = trained.unseen(name, dataset.reader)
-        scored = scored_cells(dataset.reader, unseen, section) & np.isfinite(dataset.vectors).all(axis=1)
-        context = Context(name, dataset.reader, scored, dataset.vectors, dataset.roles, evaluated, section)
-        profiles, changes = predict(context, config)
-        written = write_changes(out, context, profiles, changes, about["model"]["digest"])
-    n = written.obs["group"].value_counts()
+    evaluation = _Evaluation(section, model, manifest, ancestors, {name: DatasetFiles(path, embedding, [])})
+    with evaluation.open(name) as (context, _, _):
+        written = write_changes(out, context, config, evaluation.about["model"]["digest"])
+    n, about = written.obs["group"].value_counts(), written.uns[ABOUT_CHANGES]
     print(
-        f"{name}: {len(changes.names):,} held-out perturbations, {n['measured']:,} measured cells and "
+        f"{name}: {len(about['perturbations']):,} held-out perturbations, {n['measured']:,} measured cells and "
         f"{n['measured control']:,} controls, {n['start control']:,} controls to start from, {written.n_vars:,} genes, "
-        f"by {', '.join(changes.by_method)} -> {out}"
+        f"by {', '.join(about['methods'])} -> {out}"
     )
-
-
-def predict(context: Context, config: PerturbationConfig) -> tuple[Profiles, PredictedChanges]:
-    """Profiles of the dataset, and the predicted changes of each perturbation that is tested.
-
-    Raises DataError for a dataset without perturbations that can be held out.
-    """
-    if (reason := without_changes(context)) is not None:
-        raise DataError(f"{context.dataset}: {reason}; name them in the table of datasets")
-    profiles = read_profiles(context, strata_of(HELD_OUT))
-    if profiles.stratum.max() < 0:
-        raise DataError(f"{context.dataset}: no batch or donor has enough controls")
-    units = find_units(context, profiles, HELD_OUT, config.min_cells)
-    folds = [fold for fold in folds_of(context, config, units, HELD_OUT) if fold[0] == 0]
-    if not folds:
-        raise DataError(
-            f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(units)} and {int(units.unseen.sum())}; set shard.split_by: perturbation, or "
-            "evaluate.cells: all"
-        )
-    tested = np.sort(np.concatenate([test for _, _, test in folds]))
-    changes: dict[str, np.ndarray] = {}
-    for _, test, predicted in predictions(context, profiles, units, folds, HELD_OUT):
-        for method, values in predicted.items():
-            name = supervised_name(method, context.supervised) if is_own(method) else method
-            of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
-            of_method[np.searchsorted(tested, test)] = values
-    position = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
-    position[tested] = np.arange(len(tested))
-    doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
-    names = [" | ".join(filter(None, (str(units.perturbation[unit]), doses[unit]))) for unit in tested.tolist()]
-    return profiles, PredictedChanges(names, changes, position[scored_units(context, units)], len(folds))

@@ -4,9 +4,8 @@ A unit is a perturbation with its dose, and with its context (such as a donor) w
 unit only the gene, the context and the strata of its cells are read, never its expression.
 
 Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured change is the mean over
-a unit's cells minus the mean over controls of the same stratum (a batch of a donor), so that differences between
-batches do not count. Predictions start from one random half of the controls and changes are measured from the other:
-otherwise the noise of the controls would be in both, and every prediction would correlate with every change.
+a unit's cells minus the mean over controls of the same stratum (a batch of a donor). Predictions start from one random
+half of the controls and changes are measured from the other: otherwise the noise of the controls would be in both.
 
 A model with objective perturbation_response predicts a control's profile with and without the response. The change is
 the difference of the expected log(1 + counts per 10,000) of as many Poisson counts as the control has, because an
@@ -30,10 +29,10 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
-from cellmill.data.genes.names import match_columns, perturbed_genes
+from cellmill.data.genes.names import perturbed_genes
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
-from cellmill.evaluate.scores import EMBEDDING
+from cellmill.evaluate.scores import EMBEDDING, divide
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.genes import features_of, gene_features
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
@@ -68,26 +67,20 @@ class Profiles:
 
     def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
-        shares = self.strata_of(unit, n_units)
-        return shares @ np.nan_to_num(controls)  # a stratum without controls has no cells
+        return self.strata_of(unit, n_units) @ np.nan_to_num(controls)  # a stratum without controls has no cells
 
     def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
         """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
-        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
+        cells = np.flatnonzero((unit >= 0) & (self.stratum != _NO_STRATUM))
         shares = np.zeros((n_units, self.stratum.max() + 1))
-        np.add.at(shares, (unit[unit >= 0], self.stratum[unit >= 0]), 1)
-        n = shares.sum(1, keepdims=True)
-        return np.divide(shares, n, out=np.full_like(shares, np.nan), where=n > 0)
+        np.add.at(shares, (unit[cells], self.stratum[cells]), 1)
+        return divide(shares, shares.sum(1, keepdims=True))
 
 
 def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
     """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset has them."""
-    reader, vocabulary = context.reader, context.model.vocabulary
-    columns = match_columns(reader, vocabulary)
-    genes = np.unique(columns.target[columns.target >= 0]).astype(np.int64)
-    place = np.full(vocabulary.n_genes, -1, np.int32)
-    place[genes] = np.arange(len(genes), dtype=np.int32)
-    target = np.where(columns.target >= 0, place[columns.target], -1).astype(np.int32)
+    reader, genes, target = context.reader, context.measured_genes, context.columns.target
+    target = np.where(target >= 0, np.searchsorted(genes, target), -1).astype(np.int32)
     counts = sp.vstack([select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)], format="csr")
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     texts = {role: text_values(context.roles[role]).astype(str) for role in roles if role in context.roles}
@@ -129,9 +122,7 @@ def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.nd
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group has NaN."""
     cells = np.flatnonzero(group >= 0)
     member = sp.csr_matrix((np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0]))
-    n = np.bincount(group[cells], minlength=n_groups)[:, None]
-    sums = (member @ expression).toarray()
-    return np.divide(sums, n, out=np.full(sums.shape, np.nan), where=n > 0)
+    return divide((member @ expression).toarray(), np.bincount(group[cells], minlength=n_groups)[:, None])
 
 
 ALPHAS = np.logspace(-2, 4, 13)  # of the ridge; the one of least leave-one-out error on the training units is taken
@@ -146,7 +137,7 @@ def of_new_perturbations(
 
     `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
     """
-    predicted = _without_features(changes, train, test)
+    predicted = without_features(changes, train, test)
     for name, values in features.items():
         has = np.isfinite(values).all(1)
         known, wanted = train[has[train]], np.flatnonzero(has[test])
@@ -161,7 +152,8 @@ def of_new_perturbations(
     return predicted
 
 
-def _without_features(changes: np.ndarray, train: np.ndarray, test: np.ndarray) -> Prediction:
+def without_features(changes: np.ndarray, train: np.ndarray, test: np.ndarray) -> Prediction:
+    """The two predictions that know nothing of the test units."""
     none = np.zeros((len(test), changes.shape[1]))
     return {"no change": none, "mean": none + changes[train].mean(0)}
 
@@ -174,7 +166,7 @@ def of_new_contexts(
     `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation without a training unit
     gets the mean of the training units.
     """
-    predicted = _without_features(changes, train, test)
+    predicted = without_features(changes, train, test)
     same_mean, nearest = predicted["mean"].copy(), predicted["mean"].copy()
     for at, unit in enumerate(test):
         if len(same := train[perturbation[train] == perturbation[unit]]):
@@ -240,9 +232,8 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
 
 
 RESPONSE = f"{EMBEDDING} + response head"
+# share of scored cells from which a perturbation is not seen in training: others equal training cells or have no gene
 UNSEEN_FRAC = 0.9
-"""Share of the cells of a perturbation that are scored where it counts as not seen in training; others may be equal to
-training cells, or have no gene of the model."""
 STRATA = ("batch", "donor")
 Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
 
@@ -283,12 +274,9 @@ def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: i
     enough = np.bincount(number[counted], minlength=len(labels)) >= min_cells
     is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
     kept = np.flatnonzero(enough & is_unit)
-    place = np.full(len(labels), -1, np.int64)
-    place[kept] = np.arange(len(kept))
+    unit = np.where(missing | ~enough[number], -1, np.searchsorted(kept, number))
     left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
-    return Units(
-        np.where(missing, -1, place[number]), text[first[kept]], values[first[kept]], unseen[kept], left_out
-    )  # fmt: skip
+    return Units(unit, text[first[kept]], values[first[kept]], unseen[kept], left_out)
 
 
 def folds_of(context: Context, config: PerturbationConfig, units: Units, held_out: str) -> Iterator[Fold]:

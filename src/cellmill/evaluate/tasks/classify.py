@@ -1,19 +1,17 @@
 """Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out` (docs/evaluation.md).
 
 All kinds of features get the same splits and classifiers: the embedding; the same architecture untrained; 50 principal
-components of the model's training cells; **all genes** of the cell (log(1 + counts per 10,000)), without which a table
-flatters a model. Everything fitted, including scalers and components, is fitted on the training cells of a split or of
-the model. Classes of too few cells are left out by name.
+components of the model's training cells; all genes of the cell (log(1 + counts per 10,000)). Everything fitted, scalers
+and components included, is fitted on the training cells of a split or of the model.
 
 `probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
 training cells of the fold. The number of folds is never lowered, so that runs stay comparable.
 
-`few_shot`: each draw trains on a fixed number of cells of every class and tests on all others, at least
-`FEWEST_TESTED` of each class. Intervals are over cells and draws.
+`few_shot`: each draw trains on a fixed number of cells of every class and tests on all others. Intervals are over cells
+and draws.
 
-`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors, in at most
-`most_folds` groups of about equal numbers of cells. A class that only the tested donors have counts as wrong for every
-method; such classes are named. A donor is one draw in the interval of a difference, which is wide for a few donors.
+`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors. A class that only the
+tested donors have counts as wrong for every method. A donor is one draw in the interval of a difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from sklearn.dummy import DummyClassifier
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 from threadpoolctl import threadpool_limits
 
@@ -32,7 +29,7 @@ from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import ALL_GENES, cell_features, fit_all, predict_all, rows_of
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, Predictions, ScoreColumn, against_best, kind_of
-from cellmill.evaluate.task import COMPONENTS, Context, TaskResult, pca
+from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict
 
 MAJORITY = "majority"
@@ -43,9 +40,8 @@ Split = tuple[int, np.ndarray, np.ndarray]
 """Repetition, and indices of training and of test cells."""
 
 
-class Probe:
-    def __init__(self, config: ProbeConfig) -> None:
-        self.config = config
+class Probe(Task):
+    config: ProbeConfig
 
     def run(self, context: Context) -> TaskResult:
         """Scores of every features and classifier; skipped without a label or with fewer than two large classes."""
@@ -58,9 +54,9 @@ class Probe:
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(predictions, features, splits, config.neighbors, context.baselines, components=COMPONENTS)
         columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
-        figures = chosen.figures | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
+        numbers = chosen.numbers | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
         confusion = predictions.confusion("", columns[0].best(own=True))
-        return TaskResult.from_columns(columns, figures, verdicts=judge(columns), confusion=confusion)
+        return TaskResult.from_columns(columns, numbers, verdicts=judge(columns), confusion=confusion)
 
 
 def stratified(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
@@ -95,8 +91,9 @@ def predict_splits(
 
 
 def majority(labels: np.ndarray, n: int) -> np.ndarray:
-    """The largest class, for `n` cells."""
-    return np.asarray(DummyClassifier(strategy="most_frequent").fit(labels, labels).predict(np.empty(n)))
+    """The largest class, of equal ones the first, for `n` cells."""
+    classes, sizes = np.unique(labels, return_counts=True)
+    return np.full(n, classes[sizes.argmax()])
 
 
 def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> dict[str, np.ndarray]:
@@ -124,9 +121,8 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
     return list(dict.fromkeys(verdicts))
 
 
-class FewShot:
-    def __init__(self, config: FewShotConfig) -> None:
-        self.config = config
+class FewShot(Task):
+    config: FewShotConfig
 
     def run(self, context: Context) -> TaskResult:
         """Accuracy for each number of cells per class; numbers that fewer than two classes have are left out."""
@@ -139,13 +135,13 @@ class FewShot:
         for shots in sorted(config.shots):
             classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
             n_classes[str(shots)] = len(classes)
-            left_out[str(shots)] = ", ".join(name for name in chosen.classes if name not in classes) or "none"
+            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"  # the largest come first
             if len(classes) > 1:
                 splits = draw_shots(chosen.labels, classes, shots, config.draws, context.options.seed)
                 neighbors, condition = min(config.neighbors, shots), f"{shots} per class"
                 predict_splits(predictions, features, splits, neighbors, context.baselines, condition)
-        figures = chosen.figures | {"draws": config.draws, "n_classes": n_classes, "classes_left_out": left_out}
-        return TaskResult.from_columns(predictions.accuracies(), figures)
+        numbers = chosen.numbers | {"draws": config.draws, "n_classes": n_classes, "classes_left_out": left_out}
+        return TaskResult.from_columns(predictions.accuracies(), numbers)
 
 
 def draw_shots(labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int) -> Iterator[Split]:
@@ -157,9 +153,8 @@ def draw_shots(labels: np.ndarray, classes: list[str], shots: int, draws: int, s
         yield draw, np.concatenate(train), np.concatenate(test)
 
 
-class LeaveOut:
-    def __init__(self, config: LeaveOutConfig) -> None:
-        self.config = config
+class LeaveOut(Task):
+    config: LeaveOutConfig
 
     def run(self, context: Context) -> TaskResult:
         """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such a role."""
@@ -170,14 +165,14 @@ class LeaveOut:
         if isinstance(chosen, TaskResult):
             return chosen
         columns: list[ScoreColumn] = []
-        labels, figures = chosen.labels, chosen.figures
+        labels, numbers = chosen.labels, chosen.numbers
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
             groups_by_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
             # training cells of one class fit nothing
             pairs = [s for s in splits_of(groups, self.config.most_folds) if len(np.unique(labels[s[0]])) > 1]
-            figures |= {
+            numbers |= {
                 MANY[role]: int(groups.nunique()),
                 f"{role}_folds": len(pairs),
                 f"classes_of_one_{role}": ", ".join(sorted(groups_by_class.index[groups_by_class < 2])) or "none",
@@ -192,10 +187,9 @@ class LeaveOut:
                 named = f"{short}, new {role}", f"{words}, {MANY[role]} not seen"
                 columns.append(replace(predictions.column("", metric, *named), n_units=len(pairs)))
         if not columns:
-            return TaskResult(
-                figures=figures, skipped=f"the scored cells of two classes or more have one {' and one '.join(roles)}"
-            )
-        return TaskResult.from_columns(columns, figures)
+            one = " and one ".join(roles)
+            return TaskResult(figures=numbers, skipped=f"the scored cells of two classes or more have one {one}")
+        return TaskResult.from_columns(columns, numbers)
 
 
 def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

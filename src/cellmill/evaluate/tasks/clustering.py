@@ -1,11 +1,8 @@
 """Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their labels.
 
-Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions. Components of the
-scored cells have seen the clustered cells and the embedding has not, which is an advantage of the baseline.
-
-The best resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI is
-not corrected for chance and grows with the number of clusters. Scores at the best resolution are therefore too high,
-for all rows alike; scores at the fixed resolution are not.
+Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions. The best
+resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI grows with
+the number of clusters. Scores there are too high, for all rows alike; scores at the fixed resolution are not.
 
 NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the cell's weight, times
 the number of cells (infinitesimal jackknife, Efron 1981); its mean is the measure itself. Intervals of differences are
@@ -28,9 +25,8 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, with_components, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
-from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.task import Context, Task, TaskResult
 from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights
-from cellmill.runs.verdict import Verdict
 
 TINY = 1e-12
 
@@ -79,9 +75,8 @@ def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.nd
 SCORES = {"ARI": ari_scores, "NMI": nmi_scores}
 
 
-class Clustering:
-    def __init__(self, config: ClusteringConfig) -> None:
-        self.config = config
+class Clustering(Task):
+    config: ClusteringConfig
 
     def run(self, context: Context) -> TaskResult:
         """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough cells."""
@@ -90,18 +85,16 @@ class Clustering:
         chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
         if isinstance(chosen, TaskResult):
             return chosen
-        counts = read_rows(context.reader, chosen.cells)
+        counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
             features = with_components(Features(context).of(counts, context.vectors[chosen.cells]))
             features = with_external(features, context, chosen.cells)
-            found = {
-                kind: self.cluster(kind, values, chosen.labels, context, igraph) for kind, values in features.items()
-            }
+            found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
             for name, score in SCORES.items():
                 scores = {
-                    kind: np.stack([score(chosen.labels, clusters) for clusters in both[number]])
+                    kind: np.stack([score(labels, clusters) for clusters in both[number]])
                     for kind, (_, both) in found.items()
                 }
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
@@ -110,8 +103,11 @@ class Clustering:
             row["best resolution"], (at_best, at_fixed) = found[row["name"]]
             for key, clusters in (("clusters there", at_best), ("clusters, fixed", at_fixed)):
                 row[key] = float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
-        figures = chosen.figures | {"neighbors": config.neighbors, "seeds": config.seeds}
-        return TaskResult.from_columns(columns, figures, rows=rows, verdicts=judge(columns))
+        numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
+        others = [name for name in columns[0].scores if kind_of(name) == "baseline"]
+        # against the best baseline in each column, then against every one by ARI at the best resolution
+        verdicts = dict.fromkeys([*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)])
+        return TaskResult.from_columns(columns, numbers, rows=rows, verdicts=[*verdicts])
 
     def cluster(
         self, kind: str, features: Any, labels: np.ndarray, context: Context, igraph: Any
@@ -150,9 +146,3 @@ def leiden(igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable
     finally:
         igraph.set_random_number_generator(random)  # igraph's own default
     return found
-
-
-def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts: against the best baseline in each column, then against every one by ARI at the best resolution."""
-    others = [name for name in columns[0].scores if kind_of(name) == "baseline"]
-    return list(dict.fromkeys([*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)]))

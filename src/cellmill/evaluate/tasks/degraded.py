@@ -3,23 +3,21 @@
 Each level degrades the counts of the scored cells, by binomial thinning or by keeping a random set of genes. In
 stratified cross-validation, degraded cells are classified after training on cells degraded alike (matched), on whole
 cells (shifted), or on whole cells and those of all levels together (trained on all levels), the remedy that needs no
-model. Features and classifiers are those of `evaluate.tasks.classify`; all get the same folds and degraded counts.
-Intervals of differences are over cells and repeats (`evaluate.scores`).
+model. All features and classifiers (`evaluate.tasks.classify`) get the same folds and degraded counts.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate.features import Features, fit_all, keep_columns, predict_all, read_rows, rows_of
+from cellmill.evaluate.features import Features, fit_all, keep_columns, predict_all, read_rows, rows_of, stacked
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import Predictions
-from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.task import Context, Task, TaskResult
 from cellmill.evaluate.tasks.classify import stratified
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
@@ -52,7 +50,7 @@ def classify_degraded(
         for _, train, test in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
             labels = chosen.labels[train]
             seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
-            together = {kind: _stacked([of_level[kind] for of_level in seen.values()]) for kind in seen[WHOLE]}
+            together = {kind: stacked([of_level[kind] for of_level in seen.values()]) for kind in seen[WHOLE]}
             with threadpool_limits(1):  # small problems: threads cost more than they save
                 fitted = {level: fit_all(of, labels, neighbors, context.baselines) for level, of in seen.items()}
                 on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context.baselines)
@@ -62,17 +60,12 @@ def classify_degraded(
                     ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
                     for way, trained in ways.items():
                         predictions.record(f"{level}, {way}", repeat, test, predict_all(trained, tested))
-    figures = chosen.figures | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
-    return TaskResult.from_columns(predictions.accuracies(), figures, metric=f"{list(levels)[-1]}, shifted")
+    numbers = chosen.numbers | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
+    return TaskResult.from_columns(predictions.accuracies(), numbers, metric=f"{list(levels)[-1]}, shifted")
 
 
-def _stacked(features: list[Any]) -> Any:
-    return sp.vstack(features, format="csr") if sp.issparse(features[0]) else np.concatenate(features)
-
-
-class LowDepth:
-    def __init__(self, config: LowDepthConfig) -> None:
-        self.config = config
+class LowDepth(Task):
+    config: LowDepthConfig
 
     def run(self, context: Context) -> TaskResult:
         """Accuracy at each depth, matched and shifted; see `classify_degraded`."""
@@ -88,9 +81,8 @@ def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> 
     return thinned
 
 
-class MissingGenes:
-    def __init__(self, config: MissingGenesConfig) -> None:
-        self.config = config
+class MissingGenes(Task):
+    config: MissingGenesConfig
 
     def run(self, context: Context) -> TaskResult:
         """Accuracy with each number of genes, matched and shifted; see `classify_degraded`."""

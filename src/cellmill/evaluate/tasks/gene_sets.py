@@ -39,15 +39,15 @@ class GeneEmbedding(GeneTask):
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         features = vectors | {STATISTICS: expression_statistics(profiles)}
         members: dict[str, dict[str, np.ndarray]] = {}
-        figures: dict[str, Any] = {"genes": int(expressed.sum())}
+        numbers: dict[str, Any] = {"genes": int(expressed.sum())}
         if config.gene_sets is not None:
             path = Path(config.gene_sets)
             members[SETS], found = _members(context, path, read_gene_sets(path), expressed, fewest)
-            figures |= found
+            numbers |= found
         if config.transcription_factors is not None:
             path = Path(config.transcription_factors)
             members[FACTORS], found = _members(context, path, {path.stem: read_genes(path)}, expressed, fewest)
-            figures |= {f"{FACTORS}: {key}": value for key, value in found.items()}
+            numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
         columns, by_set = [], {}
         with threadpool_limits(1):  # small problems: threads cost more than they save
             for heading, sets in members.items():
@@ -59,12 +59,12 @@ class GeneEmbedding(GeneTask):
                         by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
             few = f"no set has {fewest} genes that the model knows and its training cells express"
-            return TaskResult(figures=figures, skipped=f"{few} (min_genes, evaluate.folds)")
+            return TaskResult(figures=numbers, skipped=f"{few} (min_genes, evaluate.folds)")
         rows = table_rows(columns)
         for row in rows:
             for at, name in enumerate(members.get(SETS, {})):
                 row[f"AUROC of {name}_repetitions"] = by_set[row["name"]][at].tolist()
-        return TaskResult.from_columns(columns, figures, rows=rows)
+        return TaskResult.from_columns(columns, numbers, rows=rows)
 
     def _terms(
         self,
@@ -96,7 +96,7 @@ class GeneEmbedding(GeneTask):
 def _members(
     context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `fewest` genes, ascending, and figures; prints the coverage.
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints the coverage.
 
     Raises DataError if no name of the file is a known gene.
     """
@@ -121,5 +121,5 @@ def _members(
     if left_out:
         print(f"{context.dataset}: gene_embedding: left out: {left_out}", flush=True)
     sizes = {name: len(usable) for name, usable in kept.items()}
-    figures = {"named_genes": len(rows), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
-    return kept, figures | {"left_out": left_out or "none"}
+    numbers = {"named_genes": len(rows), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
+    return kept, numbers | {"left_out": left_out or "none"}

@@ -5,7 +5,6 @@ Users' files name genes as sets (GMT), lists or edges; the readers return names,
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -15,7 +14,7 @@ from scipy.stats import rankdata
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, TaskResult
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
@@ -23,23 +22,20 @@ OF_GENES = f"{EMBEDDING} of genes"
 RANDOM = "random vectors"
 
 
-class GeneTask:
+class GeneTask(Task):
     """Task on the vectors of genes: it reads no cells of a dataset, so its result is computed once for all of them."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self._known: tuple[EvaluatedModel, TaskResult] | None = None
+    _known: TaskResult | None = None
 
     def run(self, context: Context) -> TaskResult:
         """Scores of each kind of gene features; skipped for a model without gene vectors."""
         model = context.model
-        if self._known is None or self._known[0] is not model:
+        if self._known is None:
             if vectors := all_gene_vectors(model):
-                result = self.judge(context, vectors | loadings(model), model.training_profiles())
+                self._known = self.judge(context, vectors | loadings(model), model.training_profiles())
             else:
-                result = TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
-            self._known = model, result
-        return self._known[1]
+                self._known = TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
+        return self._known
 
     def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width) by name; `profiles` (cells, genes) are log-normalised training cells."""

@@ -1,11 +1,10 @@
 """Task `grn`: similarity of genes against known regulations (edges from a transcription factor to a target).
 
-Candidates are all pairs of a listed factor and a listed target, except a gene with itself. A gene that the list never
-names as a target is excluded, since it may not have been studied. Genes that the training cells do not express are left
-out. Each kind of features ranks the targets of a factor by similarity: cosine of the model's gene vectors (input,
-decoder, and untrained), centred over all genes because what all vectors share says nothing about a pair; cosine of the
-loadings of principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation may be
-negative, so `absolute` ranks by size. `random` is the mean score of random rankings.
+Candidates are all pairs of a listed factor and a listed target, except a gene with itself: another gene may not have
+been studied. Each kind of features ranks the targets of a factor by similarity: cosine of the model's gene vectors
+(input, decoder, and untrained), centred over all genes because what all vectors share says nothing about a pair; cosine
+of the loadings of principal components; Pearson and Spearman over training cells, of log-normalised counts. Regulation
+may be negative, so `absolute` ranks by size. `random` is the mean score of random rankings.
 
 AUROC and AUPRC are means over factors, and a factor is one draw in the interval (`evaluate.scores`). Scores over all
 pairs are given beside them.
@@ -80,7 +79,7 @@ class Grn(GeneTask):
         if config.absolute:
             similarities = {name: np.abs(values) for name, values in similarities.items()}
         columns, pooled = scores_of(similarities, network, context.options.seed)
-        figures = {
+        numbers = {
             "edges": len(edges),
             "known_edges": n_known,
             "factors": len(network.factors),
@@ -89,7 +88,7 @@ class Grn(GeneTask):
             "left_out": left_out or "none",
         }
         rows = [row | pooled[row["name"]] for row in table_rows(columns)]
-        return TaskResult.from_columns(columns, figures, rows=rows)
+        return TaskResult.from_columns(columns, numbers, rows=rows)
 
 
 def scores_of(

@@ -29,7 +29,6 @@ import torch
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
-from cellmill.data.genes.names import match_columns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.embed import embed_batches, inference, tokens_of
 from cellmill.evaluate.features import keep_columns
@@ -52,15 +51,9 @@ class HiddenGenes:
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
 
     @cached_property
-    def measured(self) -> np.ndarray:
-        """(M,) int64: rows of the vocabulary that the file has, ascending."""
-        return measured_genes(self.context)
-
-    @cached_property
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
-        target = match_columns(self.context.reader, self.context.model.vocabulary).target
-        return keep_columns(self.counts, ~np.isin(target, self.genes))
+        return keep_columns(self.counts, ~np.isin(self.context.columns.target, self.genes))
 
     def expression(self) -> np.ndarray:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
@@ -68,9 +61,8 @@ class HiddenGenes:
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
-        model, every = self.context.model, np.ones(self.counts.shape[0], bool)
-        columns, totals = match_columns(self.context.reader, model.vocabulary), np.zeros(2, np.int64)
-        for batch in tokens_of([self.visible], columns, model.vocabulary, model.tokens, every, totals):
+        model, every, totals = self.context.model, np.ones(self.counts.shape[0], bool), np.zeros(2, np.int64)
+        for batch in tokens_of([self.visible], self.context.columns, model.vocabulary, model.tokens, every, totals):
             yield without(batch, self.genes + len(SPECIAL))
 
     def embedded(self, network: Model) -> np.ndarray:
@@ -80,15 +72,7 @@ class HiddenGenes:
 
     def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts of the columns of the file, by row of the vocabulary."""
-        model = self.context.model
-        target = match_columns(self.context.reader, model.vocabulary).target
-        return select_columns(counts, target, model.vocabulary.n_genes)
-
-
-def measured_genes(context: Context) -> np.ndarray:
-    """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
-    target = match_columns(context.reader, context.model.vocabulary).target
-    return np.unique(target[target >= 0]).astype(np.int64)
+        return select_columns(counts, self.context.columns.target, self.context.model.vocabulary.n_genes)
 
 
 def without(batch: Batch, tokens: np.ndarray) -> Batch:
@@ -117,9 +101,11 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
     with inference(device, hidden.context.options.precision):
         for part in network.objective.leaves().values():
             if isinstance(part, CellDecoding):
-                visible = hidden.of_vocabulary(hidden.visible)
-                measured = torch.from_numpy(hidden.measured + len(SPECIAL)).to(device)
-                columns = np.searchsorted(hidden.measured, hidden.genes)
+                visible, known = hidden.of_vocabulary(hidden.visible), hidden.context.measured_genes
+                measured, columns = (
+                    torch.from_numpy(known + len(SPECIAL)).to(device),
+                    np.searchsorted(known, hidden.genes),
+                )
                 found = []
                 for first in range(0, len(vectors), CELLS):
                     given = torch.from_numpy(vectors[first : first + CELLS]).to(device)

@@ -1,16 +1,15 @@
 """Task `imputation`: prediction of genes that are hidden from the model, in cells that it was not trained on.
 
 The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. All methods
-see only the counts of the other genes, including the library size (`evaluate.tasks.hidden_genes`). The predicted
-quantity is log(1 + counts per 10,000 of all the model's genes).
+see only the counts of the other genes (`evaluate.tasks.hidden_genes`). The predicted quantity is log(1 + counts per
+10,000 of all the model's genes).
 
 The model's own prediction (`own_expression`) is not fitted to anything here. All other methods are fitted on training
 folds, which are whole donors or batches where the dataset has them: a ridge and the mean of the nearest cells, from
 both models' embeddings and from principal components of the visible genes; and each gene's mean.
 
 Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals are over
-genes for scores by gene, over cells for scores by cell, and over repetitions, or the donors or batches that are left
-out (`evaluate.scores`). The hidden genes are a single draw.
+genes or cells, and over repetitions, or the donors or batches that are left out (`evaluate.scores`).
 
 Legend: C cells, G genes.
 """
@@ -29,25 +28,23 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.data.arrays import log_normalise, select_columns
-from cellmill.data.genes.names import match_columns, rows_of_names
+from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best
-from cellmill.evaluate.task import COMPONENTS, Context, TaskResult, pca
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, divide, draw_cells
+from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.evaluate.tasks.changes import ALPHAS
 from cellmill.evaluate.tasks.classify import Split, splits_of
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, measured_genes, own_expression
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, own_expression
 
-METRICS: Mapping[str, str] = {
+METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lower is better
     "Pearson by gene": "Pearson of a gene over cells",
     "Spearman by gene": "Spearman of a gene over cells",
     "Pearson by cell": "Pearson of a cell over genes",
     "Spearman by cell": "Spearman of a cell over genes",
     "MSE": "mean squared error",
 }
-"""Heading of each metric, and its name in words; of MSE alone, lower is better."""
-BY_GENE = ("Pearson by gene", "Spearman by gene")
-"""Metrics with one score a gene; the others have one a cell."""
+BY_GENE = ("Pearson by gene", "Spearman by gene")  # metrics with one score a gene; the others have one a cell
 
 
 def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
@@ -68,7 +65,7 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(x, axis=0), np.linalg.norm(y, axis=0)
     # columns of equal numbers have sums of rounding errors
     varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (lengths[1] > 1e-9 * np.abs(second).max(0))
-    return np.divide((x * y).sum(0), lengths[0] * lengths[1], out=np.full(x.shape[1], np.nan), where=varies)
+    return divide((x * y).sum(0), np.where(varies, lengths[0] * lengths[1], 0))
 
 
 MAX_CELLS = 2_000  # cells used at most: they are embedded again, and every gene is predicted in each fold
@@ -78,18 +75,14 @@ MEANS = "gene means"
 COMPONENTS_OF_VISIBLE = f"PCA{COMPONENTS} of visible genes"
 
 
-class Imputation:
-    def __init__(self, config: ImputationConfig) -> None:
-        self.config = config
+class Imputation(Task):
+    config: ImputationConfig
 
     def run(self, context: Context) -> TaskResult:
         """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be hidden."""
         if context.reader.ordered:
             return TaskResult(skipped="sequences and ranks have no expression")
-        cells = np.flatnonzero(context.scored)
-        if len(cells) > MAX_CELLS:
-            generator = np.random.Generator(np.random.Philox(key=[context.options.seed, 9]))
-            cells = np.sort(generator.permutation(cells)[:MAX_CELLS])
+        cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
         role, folds = self._folds(context, cells)
         if not folds:
             return TaskResult(skipped=f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
@@ -97,24 +90,21 @@ class Imputation:
         genes = self._hidden(context, counts)
         if not len(genes):
             return TaskResult(skipped=f"{self.config.min_cells} scored cells express no gene (min_cells)")
-        hidden = HiddenGenes(context, counts, genes)
-        figures = {
+        n_measured = len(context.measured_genes)
+        numbers = {
             "n_cells": len(cells),
             "hidden_genes": len(genes),
-            "measured_genes": len(hidden.measured),
+            "measured_genes": n_measured,
             "folds_of": role,
             "folds": len(folds),
             "neighbors": self.config.neighbors,
         }
-        print(
-            f"{context.dataset}: imputation: {len(genes):,} of {len(hidden.measured):,} measured genes are hidden, "
-            f"{len(cells):,} cells, folds of {role}",
-            flush=True,
-        )
+        line = f"{len(genes):,} of {n_measured:,} measured genes are hidden, {len(cells):,} cells, folds of {role}"
+        print(f"{context.dataset}: imputation: {line}", flush=True)
         with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
-            columns = self._columns(hidden, folds)
+            columns = self._columns(HiddenGenes(context, counts, genes), folds)
         verdicts = against_best(column for column in columns if column.heading != "MSE")
-        return TaskResult.from_columns(columns, figures, verdicts=verdicts)
+        return TaskResult.from_columns(columns, numbers, verdicts=verdicts)
 
     def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
         """Role that is left out by value, or cells, and the folds."""
@@ -133,11 +123,8 @@ class Imputation:
     def _hidden(self, context: Context, counts: Any) -> np.ndarray:
         """Rows of the vocabulary to hide, ascending."""
         vocabulary = context.model.vocabulary
-        target = match_columns(context.reader, vocabulary).target
-        expressed_in = np.bincount(
-            select_columns(counts, target, vocabulary.n_genes).indices, minlength=vocabulary.n_genes
-        )
-        expressed = expressed_in >= self.config.min_cells
+        known_counts = select_columns(counts, context.columns.target, vocabulary.n_genes)
+        expressed = np.bincount(known_counts.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
         if self.config.genes is None:
             known = np.flatnonzero(expressed)
             n = min(round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1)
@@ -145,7 +132,7 @@ class Imputation:
             return np.sort(generator.permutation(known)[: max(n, 0)])
         rows = rows_of_names(self.config.genes, vocabulary)
         known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(np.int64)
-        if not 0 < len(known) < len(measured_genes(context)):
+        if not 0 < len(known) < len(context.measured_genes):
             raise DataError(
                 f"evaluate.tasks.imputation.genes: {len(known):,} of {len(rows):,} are genes of the model that "
                 f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
@@ -162,8 +149,8 @@ class Imputation:
         own = own_expression(hidden, vectors)
         features = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        # sum and number of scores, by metric and method
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        numbers: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
             features[COMPONENTS_OF_VISIBLE] = np.asarray(components.transform(profiles), np.float64)
@@ -171,20 +158,13 @@ class Imputation:
             for name, values in (predicted | fitted(features, seen, train, test, self.config.neighbors)).items():
                 for metric, scores in expression_scores(values, seen[test]).items():
                     by_gene = metric in BY_GENE
-                    shape, at = (n_repetitions, seen.shape[by_gene]), slice(None) if by_gene else test
-                    defined = np.isfinite(scores)
-                    sums[metric].setdefault(name, np.zeros(shape))[repetition, at] += np.where(defined, scores, 0)
-                    numbers[metric].setdefault(name, np.zeros(shape))[repetition, at] += defined
-        columns = []
-        for metric, words in METRICS.items():
-            means = {
-                name: np.divide(total, n, out=np.full(total.shape, np.nan), where=n > 0)
-                for name, total in sums[metric].items()
-                if (n := numbers[metric][name]).any()
-            }
-            if means:
-                columns.append(ScoreColumn(metric, words, means))
-        return columns
+                    at, total = slice(None) if by_gene else test, np.zeros((2, n_repetitions, seen.shape[by_gene]))
+                    sums[metric].setdefault(name, total)[:, repetition, at] += (
+                        np.nan_to_num(scores),
+                        np.isfinite(scores),
+                    )
+        means = {metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()} for metric in METRICS}
+        return [ScoreColumn(metric, words, means[metric]) for metric, words in METRICS.items() if means[metric]]
 
 
 def fitted(

@@ -2,10 +2,9 @@
 
 A total would hide its parts: random vectors mix batches perfectly and would get half of it. The rows are the embedding;
 the same architecture untrained; 50 principal components of the scored cells, and corrected by Harmony if requested
-(harmonypy, extra `integrate`); and random vectors. Columns and their sources are in `evaluate.tasks.mixing`; all
-neighbours come from one exact graph (kBET's from within a label). LISI is a mean over cells where scIB takes the
-median, because the median of cLISI is 1 for nearly everything. PCR is 1 minus the share of variance between batches,
-relative to that share for the principal components: negative for more variance between batches than theirs.
+(harmonypy, extra `integrate`); and random vectors. Columns and their sources are in `evaluate.tasks.mixing`. LISI is a
+mean over cells where scIB takes the median, because the median of cLISI is 1 for nearly everything. PCR is 1 minus the
+share of variance between batches, relative to that share for the principal components.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features import Features, own_components, read_rows, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
-from cellmill.evaluate.task import COMPONENTS, Context, TaskResult
+from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
 from cellmill.evaluate.tasks import mixing
 from cellmill.evaluate.tasks.mixing import NeighborGraph
 
@@ -28,9 +27,8 @@ CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 CORRECTED, PRINCIPAL, RANDOM = f"PCA{COMPONENTS}, Harmony", f"PCA{COMPONENTS}", "random"
 
 
-class Integration:
-    def __init__(self, config: IntegrationConfig) -> None:
-        self.config = config
+class Integration(Task):
+    config: IntegrationConfig
 
     def run(self, context: Context) -> TaskResult:
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
@@ -42,19 +40,20 @@ class Integration:
         given = context.roles["batch"].iloc[chosen.cells]
         known = given.notna().to_numpy()
         names, batches = np.unique(text_values(given[known]).astype(str), return_inverse=True)
-        figures = chosen.figures | {"n_batches": len(names), "n_without_batch": int((~known).sum())}
+        numbers = chosen.numbers | {"n_batches": len(names), "n_without_batch": int((~known).sum())}
         if len(names) < 2:
-            return TaskResult(figures=figures, skipped=f"the labelled scored cells have {len(names)} batches, not 2")
+            return TaskResult(figures=numbers, skipped=f"the labelled scored cells have {len(names)} batches, not 2")
         classes, labels = np.unique(chosen.labels[known], return_inverse=True)
         if len(classes) < 2:
-            return TaskResult(figures=figures, skipped="the scored cells with a batch have one label")
+            return TaskResult(figures=numbers, skipped="the scored cells with a batch have one label")
         with threadpool_limits(1):  # sums in one order: the same numbers on any number of cores
             vectors = self.vectors(context, chosen.cells[known], batches)
             shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
-        rows = []
-        for name, measures in shown.items():
-            means = {key: None if of is None else float(np.mean(of)) + 0.0 for key, of in measures.items()}
-            rows.append({"name": name, "kind": kind_of(name), **means})
+        rows = [
+            {"name": name, "kind": kind_of(name)}
+            | {key: None if of is None else float(np.mean(of)) + 0.0 for key, of in measures.items()}
+            for name, measures in shown.items()
+        ]
         columns = [  # graph connectivity is no mean over cells: without interval and verdict
             ScoreColumn(heading, heading, {name: of[heading][None] for name, of in shown.items()})
             for heading, values in shown[EMBEDDING].items()
@@ -62,7 +61,7 @@ class Integration:
         ]
         against = CORRECTED if self.config.harmony else PRINCIPAL
         verdicts = [column.compare(EMBEDDING, against) for column in columns]
-        return TaskResult(rows, None, verdicts, figures, differences=differences(columns))
+        return TaskResult(rows, None, verdicts, numbers, differences=differences(columns))
 
     def vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> dict[str, np.ndarray]:
         """Vectors of the cells by name, `(cells, width)`."""

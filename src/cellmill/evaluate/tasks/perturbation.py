@@ -2,17 +2,14 @@
 
 Changes are defined in `evaluate.tasks.changes`. Whole perturbations are held out, and whole values of the other roles:
 for example all cells of a donor but its controls, from which predictions start. If the model saw cells of some
-perturbations, those it never saw are tested, once. If it saw no perturbed cells of the dataset, perturbations are
-tested in folds, repeated with other folds (`seeds`). Nothing is fitted on cells of a tested perturbation.
+perturbations, those it never saw are tested, once; else all are tested in folds, repeated with other folds (`seeds`).
 
 Rows: `no change`; `mean` of all other changes; `linear` (a ridge) and `nearest` (the change of the perturbation with
 the most similar gene), from features of the perturbed gene, or the mean where the model does not know it; a model with
 objective perturbation_response as it is. For new contexts the baseline is the same perturbation in other contexts: its
 mean, a ridge, and its change in the context with the most similar controls. `split halves` is a ceiling: one half of a
 perturbation's cells predicts the change of the other half, which is noisier than what the other rows are compared with.
-
-A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions
-(`evaluate.scores`); the contexts of one perturbation are one draw.
+A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions.
 
 Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
 
@@ -31,7 +28,6 @@ Legend: U units (a perturbation and its dose), G genes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +38,9 @@ import pandas as pd
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
-from cellmill.evaluate.scores import ScoreColumn, is_own, kind_of, table_rows
-from cellmill.evaluate.task import Context, TaskResult
+from cellmill.errors import DataError
+from cellmill.evaluate.scores import ScoreColumn, divide, is_own, kind_of, table_rows
+from cellmill.evaluate.task import Context, Task, TaskResult, supervised_name
 from cellmill.evaluate.tasks.changes import (
     Fold,
     Profiles,
@@ -59,13 +56,12 @@ from cellmill.evaluate.tasks.changes import (
     without_changes,
 )
 
-METRICS: Mapping[str, str] = {
+METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
     "direction": "direction of the top genes",
     "MAE": "mean absolute error",
 }
-"""Heading of each metric, and its name in words; of MAE alone, lower is better."""
 
 
 def change_scores(
@@ -97,46 +93,62 @@ def change_scores(
     return scores
 
 
+HELD_OUT = "perturbation"  # in stage predict_changes
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 GROUPS = ("start control", "measured control", "measured")
 
 
-@dataclass(frozen=True)
-class PredictedChanges:
-    """Of the tested units of one dataset."""
+def write_changes(path: Path, context: Context, config: PerturbationConfig, model_digest: str) -> ad.AnnData:
+    """Write the file of stage predict_changes and return its content. Atomic; OSError names `path`.
 
-    names: list[str]  # (U,)
-    by_method: Mapping[str, np.ndarray]  # (U, G) float64
-    unit: np.ndarray  # (cells,) int64: tested unit of a cell that changes are measured from; -1 of other cells
-    n_folds: int
-
-
-def write_changes(
-    path: Path, context: Context, profiles: Profiles, changes: PredictedChanges, model_digest: str
-) -> ad.AnnData:
-    """Write the file and return its content. Atomic; OSError names `path`."""
-    group = np.where(changes.unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
+    Raises DataError for a dataset without perturbations that can be held out.
+    """
+    if (reason := without_changes(context)) is not None:
+        raise DataError(f"{context.dataset}: {reason}; name them in the table of datasets")
+    profiles = read_profiles(context, strata_of(HELD_OUT))
+    if profiles.stratum.max() < 0:
+        raise DataError(f"{context.dataset}: no batch or donor has enough controls")
+    units = find_units(context, profiles, HELD_OUT, config.min_cells)
+    folds = [fold for fold in folds_of(context, config, units, HELD_OUT) if fold[0] == 0]
+    if not folds:
+        raise DataError(
+            f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
+            f"cell of, got {len(units)} and {int(units.unseen.sum())}; set shard.split_by: perturbation, or "
+            "evaluate.cells: all"
+        )
+    tested = np.sort(np.concatenate([test for _, _, test in folds]))
+    changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
+    for _, test, predicted in predictions(context, profiles, units, folds, HELD_OUT):
+        for method, values in predicted.items():
+            name = supervised_name(method, context.supervised) if is_own(method) else method
+            of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
+            of_method[np.searchsorted(tested, test)] = values
+    position = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
+    position[tested] = np.arange(len(tested))
+    unit = position[scored_units(context, units)]
+    doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
+    names = [" | ".join(filter(None, (str(units.perturbation[of]), doses[of]))) for of in tested.tolist()]
+    group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
     cells = np.flatnonzero(group >= 0)
-    column = context.roles[controlled_role(context)]
-    control = str(column[context.roles[IS_CONTROL].fillna(False).to_numpy(bool)].iloc[0])
-    names = np.array([*changes.names, control], object)  # unit -1 takes the last
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = pd.DataFrame(
         {
             "group": pd.Categorical.from_codes(group[cells], list(GROUPS)),
-            "perturbation": pd.Categorical(names[changes.unit[cells]]),
+            "perturbation": pd.Categorical(np.array([*names, control], object)[unit[cells]]),  # -1 is the last
             "stratum": profiles.stratum[cells],
         },
         index=context.reader.obs.index[cells],
     )
     about = {
-        "perturbations": np.array(changes.names, object),
-        "methods": np.array([*changes.by_method], object),
-        "kinds": np.array([kind_of(name) for name in changes.by_method], object),
-        "changes": np.stack([*changes.by_method.values()]).astype(np.float32),
+        "perturbations": np.array(names, object),
+        "methods": np.array([*changes], object),
+        "kinds": np.array([kind_of(name) for name in changes], object),
+        "changes": np.stack([*changes.values()]).astype(np.float32),
         "control": control,
         "seed": context.options.seed,
         "model_digest": model_digest,
-        "n_folds": changes.n_folds,
+        "n_folds": len(folds),
     }
     vocabulary = context.model.vocabulary
     symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
@@ -150,9 +162,8 @@ def write_changes(
 CEILING = "split halves"
 
 
-class Perturbation:
-    def __init__(self, config: PerturbationConfig) -> None:
-        self.config = config
+class Perturbation(Task):
+    config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
         """Scores for each role that is held out; skipped without perturbations and controls."""
@@ -160,7 +171,7 @@ class Perturbation:
             return TaskResult(skipped=reason)
         columns: list[ScoreColumn] = []
         ceilings: list[ScoreColumn] = []
-        figures: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for held_out in self.config.held_out:
             if held_out != "perturbation" and (held_out not in context.roles or held_out == controlled_role(context)):
                 continue
@@ -169,7 +180,7 @@ class Perturbation:
                 continue
             units = find_units(context, profiles, held_out, self.config.min_cells)
             folds = list(folds_of(context, self.config, units, held_out))
-            figures |= self._figures(context, held_out, units, folds)
+            numbers |= self._numbers(context, held_out, units, folds)
             if folds:
                 scores = self._scores(context, profiles, units, folds, held_out)
                 for metric, words in METRICS.items():
@@ -180,16 +191,16 @@ class Perturbation:
                         columns.append(ScoreColumn(*named, defined, lower_is_better=metric == "MAE"))
                         ceilings.append(ScoreColumn(*named, {CEILING: ceiling}))
         if not columns:
-            reasons = "; ".join(str(value) for key, value in figures.items() if key.endswith("no_folds"))
-            return TaskResult(figures=figures, skipped=reasons or "no stratum has enough controls")
+            reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))
+            return TaskResult(figures=numbers, skipped=reasons or "no stratum has enough controls")
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
         judged = [column for column in columns if any(map(is_own, column.scores))]
-        return TaskResult.from_columns(columns, figures, judged, rows=rows)
+        return TaskResult.from_columns(columns, numbers, judged, rows=rows)
 
-    def _figures(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
+    def _numbers(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
         tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
         genes, groups = dict(zip(units.perturbation, genes_of(context, units.perturbation))), np.unique(units.group)
-        figures: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             f"{held_out}_perturbations_tested": len(np.unique(units.perturbation[tested])),
             f"{held_out}_perturbations_with_a_gene": sum(map(bool, genes.values())),
             f"{held_out}_groups": len(groups),
@@ -200,8 +211,8 @@ class Perturbation:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
             reason = seen if not units.unseen.any() and len(units) else few
-            figures[f"{held_out}_no_folds"] = f"held out {held_out}: {reason}"
-        return figures
+            numbers[f"{held_out}_no_folds"] = f"held out {held_out}: {reason}"
+        return numbers
 
     def _scores(
         self, context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
@@ -225,9 +236,7 @@ class Perturbation:
         member = np.eye(len(names))[number]
         for by_method in scores.values():
             for name, values in by_method.items():
-                n = np.isfinite(values) @ member
-                sums = np.nan_to_num(values) @ member
-                by_method[name] = np.divide(sums, n, out=np.full(n.shape, np.nan), where=n > 0)
+                by_method[name] = divide(np.nan_to_num(values) @ member, np.isfinite(values) @ member)
         return scores
 
 
@@ -237,8 +246,6 @@ def _halves(
     """Changes of two halves of each unit's scored cells, each from its own half of the controls."""
     generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
     order = generator.permutation(len(scored))
-    order = order[np.argsort(scored[order], kind="stable")]
-    position = np.empty(len(scored), np.int64)
-    position[order] = np.arange(len(scored))
+    position = np.argsort(order[np.argsort(scored[order], kind="stable")])
     parts = [np.where(position % 2 == half, scored, -1) for half in (0, 1)]
     return [profiles.changes(part, len(units), mean) for part, mean in zip(parts, controls)]

@@ -1,15 +1,11 @@
 """Tasks `reconstruct` (the training objective on the evaluated cells) and `throughput` (cost of stage `embed`).
 
 `reconstruct` compares the objective with gene statistics of training cells. Masks are keyed by cell and position, so
-they are the same in every evaluation.
-
-`throughput` reports the time and memory that stage `embed` measured: the seconds for reading, tokenizing and embedding
-all cells, without the start of Python, and the peak memory of the device, or without a GPU of the whole process,
-libraries included. They change with the load of the machine.
+they are the same in every evaluation. `throughput` reports what stage `embed` measured: the seconds for reading,
+tokenizing and embedding all cells, and the peak memory of the device, or without a GPU of the whole process.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,41 +13,45 @@ import torch
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
-from cellmill.data.genes.names import match_columns
 from cellmill.data.shards.obs import values_of_columns
 from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
 from cellmill.evaluate.labels import count_labels
 from cellmill.evaluate.predict import classifiers_of
-from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, TaskResult
+from cellmill.evaluate.scores import draw_cells
+from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, Task, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
-from cellmill.models.objective import Objective
 
 MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
 
-class Reconstruct:
-    def __init__(self, config: ReconstructConfig) -> None:
-        self.config = config
+class Reconstruct(Task):
+    config: ReconstructConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Figures and verdicts as the objective gives them, after `n_cells`."""
-        cells = np.flatnonzero(context.scored)
-        if len(cells) > MAX_CELLS:
-            cells = np.random.Generator(np.random.Philox(key=[context.options.seed, 2])).permutation(cells)[:MAX_CELLS]
-        network = self._network(context.model)
+        """Metrics and verdicts of the objective, after `n_cells`."""
+        cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 2)
+        network, reader = self._network(context.model), context.reader
         arrays = _observe(context, network, cells)
         if not arrays:
             return TaskResult(skipped="no scored cell has a gene that the model knows")
         for head, classifier in classifiers_of(network, context.model.config).values():
             head.temperature = (classifier["calibration"] or {}).get("temperature")
-        figures, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
-        unknown, notes = _unknown_labels(context, network.objective, cells)
-        return TaskResult(figures={"n_cells": len(cells)} | figures | unknown, verdicts=verdicts, notes=notes)
+        metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
+        notes: list[str] = []  # on cells that `judge` leaves out because the model does not know their label
+        for name, leaf in network.objective.leaves().items():
+            for column, labels in leaf.judged_labels().items():
+                counts = count_labels(reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels)
+                metrics |= {f"{name}.{key}" if name else key: value for key, value in counts.numbers().items()}
+                some = counts.n_unknown < counts.n_labelled
+                result = "such cells are not judged" if some else "no cell is judged"
+                if line := counts.problem():
+                    notes.append(f"{leaf.config.name} of {line}; {result}.")
+        return TaskResult(figures={"n_cells": len(cells)} | metrics, verdicts=verdicts, notes=notes)
 
     def _network(self, model: EvaluatedModel) -> Model:
         """The network with the changed options of its objective, sharing its parameters."""
@@ -76,14 +76,13 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any token."""
     model, reader = context.model, context.reader
     mask = np.isin(np.arange(reader.n_obs), cells)
-    device, columns = next(network.parameters()).device, match_columns(reader, model.vocabulary)
-    totals, batches = np.zeros(2, np.int64), []
+    device, totals, batches = next(network.parameters()).device, np.zeros(2, np.int64), []
     with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows, named = reader.rows(ROW_BLOCK), network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
-        for block in tokens_of(rows, columns, model.vocabulary, model.tokens, mask, totals, counted, per_cell):
+        for block in tokens_of(rows, context.columns, model.vocabulary, model.tokens, mask, totals, counted, per_cell):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 observed = network.objective.observe(network, prepared)  # bfloat16 is unknown to numpy
@@ -91,23 +90,8 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     return [np.concatenate(arrays) for arrays in zip(*batches)]
 
 
-def _unknown_labels(context: Context, objective: Objective, cells: np.ndarray) -> tuple[dict[str, Any], list[str]]:
-    """Figures and sentences on cells that `judge` leaves out because the model does not know their label."""
-    reader, figures, notes = context.reader, dict[str, Any](), list[str]()
-    for name, leaf in objective.leaves().items():
-        for column, labels in leaf.judged_labels().items():
-            counts = count_labels(reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels)
-            figures |= {f"{name}.{key}" if name else key: value for key, value in counts.figures().items()}
-            some = counts.n_unknown < counts.n_labelled
-            result = "such cells are not judged" if some else "no cell is judged"
-            if line := counts.problem():
-                notes.append(f"{leaf.config.name} of {line}; {result}.")
-    return figures, notes
-
-
-class Throughput:
-    def __init__(self, config: ThroughputConfig) -> None:
-        self.config = config
+class Throughput(Task):
+    config: ThroughputConfig
 
     def run(self, context: Context) -> TaskResult:
         """One row."""

@@ -1,18 +1,15 @@
 """Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another (docs/evaluation.md).
 
-They are fitted on all labelled cells of `fit_on`, and tested on the scored cells of each other dataset. Baselines use
-the genes that all these datasets have, matched by the names of the model's genes where it knows them. Scales,
-components and classifiers are fitted without the tested cells. Tested cells with the same counts as a fitted cell in
-all shared genes are left out and counted.
+They are fitted on all labelled cells of `fit_on`, and tested on the scored cells of each other dataset, without those
+that equal a fitted cell in all shared genes. Baselines use the genes that all these datasets have, by the model's names
+where it knows them. Scales, components and classifiers are fitted without the tested cells.
 
-Accuracy and F1 cover cells whose label is among the fitted ones; other labels are counted by name. Where labels are ids
-of the Cell Ontology, nearness and steps (`cellmill.data.genes.tables`) compare a predicted id with the true one, for
-cells of other labels too (`nearness, new labels`). Columns of fewer than 10 tested cells have no verdict. Intervals are
-over the tested cells; they do not cover other fitted cells, donors or platforms.
+Accuracy and F1 cover cells whose label is among the fitted ones. Where labels are ids of the Cell Ontology, nearness
+and steps (`cellmill.data.genes.tables`) compare a predicted id with the true one, for cells of other labels too
+(`nearness, new labels`). Intervals are over the tested cells, not over other fitted cells, donors or platforms.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -30,7 +27,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features import Features, fit_all, predict_all, read_rows
 from cellmill.evaluate.labels import choose_cells, tally
 from cellmill.evaluate.scores import EMBEDDING, NOT_TESTED, UNTRAINED, Predictions, ScoreColumn, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, TaskResult, pca
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import MAJORITY, METRICS, majority
 
 ALL_SHARED = "all shared genes"
@@ -46,38 +43,36 @@ class CellGroup:
     path: str
     column: str  # obs column of the labels
     names: list[str]  # of each gene: as the model calls it, else as the file does; empty for no gene
+    left_out: dict[str, int]  # numbers of the cells that are not in it
     counts: sp.csr_matrix  # `(cells, genes)`
     labels: np.ndarray  # class of each cell; text
     embedding: np.ndarray
     untrained: np.ndarray
 
     @classmethod
-    def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> tuple[Self, dict[str, int]]:
-        """The labelled cells of the indices `among`, ascending, and numbers of the cells left out."""
+    def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
+        """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
-        counts, features = read_rows(reader, cells), Features(context)
-        columns = features.columns
-        names = [
-            known[row] if row >= 0 else name if measured else ""
-            for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
-        ]
-        group = cls(
+        counts, features, columns = read_rows(reader, cells), Features(context), context.columns
+        return cls(
             path=str(reader.path),
             column=str(label.name),
-            names=names,
+            names=[
+                known[row] if row >= 0 else name if measured else ""
+                for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
+            ],
+            left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             counts=summed(counts) if columns.ordered else counts,
             labels=chosen.labels,
             embedding=context.vectors[cells],
             untrained=features.embed(counts, context.model.untrained),
         )
-        return group, {"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out}
 
     def without(self, cells: np.ndarray) -> Self:
         """The group without the cells of mask `cells`."""
-        kept = np.flatnonzero(~cells)
         of_cells = ("counts", "labels", "embedding", "untrained")
-        return replace(self, **{name: getattr(self, name)[kept] for name in of_cells})
+        return replace(self, **{name: getattr(self, name)[np.flatnonzero(~cells)] for name in of_cells})
 
     def over(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
@@ -99,14 +94,13 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
 
 def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     """Mask of the rows of `tested` that have counts, and the same ones as a row of `fitted`."""
-    known = {*_rows(fitted)}
-    return np.array([row in known and row != b"" for row in _rows(tested)], bool)
-
-
-def _rows(counts: sp.csr_matrix) -> list[bytes]:
-    genes, values = counts.indices.astype(np.int64), counts.data.astype(np.float64)
-    bounds = zip(counts.indptr, counts.indptr[1:])
-    return [genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds]
+    rows = []
+    for counts in (fitted, tested):
+        genes, values = counts.indices.astype(np.int64), counts.data.astype(np.float64)
+        bounds = zip(counts.indptr, counts.indptr[1:])
+        rows.append([genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds])
+    known = {*rows[0]} - {b""}
+    return np.array([row in known for row in rows[1]], bool)
 
 
 def transfer_features(
@@ -136,9 +130,8 @@ def transfer_features(
     return {name: parts[0] for name, parts in both.items()}, {name: parts[1] for name, parts in both.items()}
 
 
-class Transfer:
-    def __init__(self, config: TransferConfig) -> None:
-        self.config = config
+class Transfer(Task):
+    config: TransferConfig
 
     def run(self, context: Context) -> TaskResult:
         """Scores of the dataset's cells; skipped for datasets that are not tested, and without a label in common."""
@@ -149,14 +142,20 @@ class Transfer:
             return TaskResult(skipped="it is not in evaluate.tasks.transfer.test_on")
         if "label" not in context.roles:
             return TaskResult(skipped="the dataset has no label column")
-        fitted = self._fitted(context)
-        tested, left_out = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
+        assert context.datasets is not None
+        fitted = []
+        for name in config.fit_on:
+            with context.datasets.open(name) as (reader, vectors, roles):
+                embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
+                other = replace(context, dataset=name, reader=reader, vectors=vectors, roles=roles)
+                fitted.append(CellGroup.of(other, _label_of(roles, context, name), embedded))
+        tested = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
         genes = shared_genes([*fitted, tested])
         same = copies(sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes))
         tested, labels = tested.without(same), np.concatenate([group.labels for group in fitted])
         known = np.isin(tested.labels, labels)
         fitted_on, new = ", ".join(config.fit_on), tally(tested.labels[~known])
-        figures: dict[str, Any] = left_out | {
+        numbers: dict[str, Any] = tested.left_out | {
             "fitted_on": fitted_on,
             "n_fitted": len(labels),
             "fitted_classes": tally(labels),
@@ -172,11 +171,11 @@ class Transfer:
             counts = ", ".join(f"{name} {n:,}" for name, n in new.items())
             print(f"{dataset}: transfer: labels without a fitted cell: {counts}", flush=True)
         if len(names := tally(labels)) < 2:
-            return TaskResult(figures=figures, skipped=f"the cells of {fitted_on} have one label")
+            return TaskResult(figures=numbers, skipped=f"the cells of {fitted_on} have one label")
         ids = config.ontology and _are_ids([*fitted, tested])
         if not (known.any() or (ids and len(known))):
             theirs, own = ", ".join([*names][:3]), ", ".join([*new][:3])
-            return TaskResult(figures=figures, skipped=f"no label in common: fitted {theirs}, tested {own or 'none'}")
+            return TaskResult(figures=numbers, skipped=f"no label in common: fitted {theirs}, tested {own or 'none'}")
         seen, given = transfer_features(context.model, genes, fitted, tested)
         with threadpool_limits(1):  # small problems: threads cost more than they save
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context.baselines), given)
@@ -185,35 +184,22 @@ class Transfer:
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
             if len(cells):
                 predictions.record(condition, 0, cells, {name: of[cells] for name, of in predicted.items()})
-        return _result(predictions, figures, ids)
-
-    def _fitted(self, context: Context) -> list[CellGroup]:
-        """Labelled cells of each dataset of `fit_on`."""
-        groups = []
-        assert context.datasets is not None
-        with ExitStack() as stack:
-            for name in self.config.fit_on:
-                opened = stack.enter_context(context.datasets.open(name))
-                embedded = np.flatnonzero(np.isfinite(opened.vectors).all(axis=1))
-                other = replace(context, dataset=name, reader=opened.reader, vectors=opened.vectors, roles=opened.roles)
-                groups.append(CellGroup.of(other, _label_of(opened.roles, context, name), embedded)[0])
-        return groups
+        return _result(predictions, numbers, ids)
 
 
 def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
     """Label column of a fitted dataset: with the name of the tested dataset's label, else in its position."""
     name = context.roles["label"].name
     labels = {role: column for role, column in roles.items() if role.partition(" ")[0] == "label"}
-    for column in labels.values():
-        if column.name == name:
-            return column
     further = (role for role, column in context.roles.items() if role.startswith("label ") and column.name == name)
-    if (position := next(further, "label")) not in labels:
+    same_name = (column for column in labels.values() if column.name == name)
+    label = next(same_name, labels.get(next(further, "label")))
+    if label is None:
         raise ConfigError(
             f"evaluate.tasks.transfer.fit_on: {dataset!r} has no label for {name!r} of {context.dataset!r}; name "
             "its obs column in the table of datasets, or take it out of fit_on"
         )
-    return labels[position]
+    return label
 
 
 def _are_ids(groups: list[CellGroup]) -> bool:
@@ -230,7 +216,7 @@ def _are_ids(groups: list[CellGroup]) -> bool:
     return True
 
 
-def _result(predictions: Predictions, figures: dict[str, Any], ids: bool) -> TaskResult:
+def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> TaskResult:
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
     confusion = None
@@ -238,7 +224,7 @@ def _result(predictions: Predictions, figures: dict[str, Any], ids: bool) -> Tas
         columns += [predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()]
         confusion = predictions.confusion(KNOWN, columns[0].best(own=True))
     if ids:
-        figures = figures | {"cell_ontology": RELEASE}
+        numbers = numbers | {"cell_ontology": RELEASE}
         for condition in predictions.by_condition:
             ending = "" if condition == KNOWN else f", {condition}"
             columns.append(_ontology_column(predictions, condition, f"nearness{ending}", CellOntology.nearness))
@@ -247,7 +233,7 @@ def _result(predictions: Predictions, figures: dict[str, Any], ids: bool) -> Tas
     for row in rows:
         row |= {column.heading: column.mean(row["name"]) for column in steps}
     judged = [column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED]
-    return TaskResult.from_columns(columns, figures, judged, rows=rows, confusion=confusion)
+    return TaskResult.from_columns(columns, numbers, judged, rows=rows, confusion=confusion)
 
 
 def _ontology_column(
@@ -256,9 +242,8 @@ def _ontology_column(
     """`measure` of the true and the predicted id of each cell."""
     terms, ontology = predictions.classes, cell_ontology()
     table = np.array([[float(measure(ontology, str(a), str(b))) for b in terms] for a in terms])
-    truth = np.searchsorted(terms, predictions.labels)
     scores = {
-        name: np.where(classes == NOT_TESTED, np.nan, table[truth, classes])
+        name: np.where(classes == NOT_TESTED, np.nan, table[predictions.truth, classes])
         for name, classes in predictions.by_condition[condition].items()
     }
     return ScoreColumn(heading, f"{heading} in the Cell Ontology", scores)
