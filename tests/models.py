@@ -1,4 +1,4 @@
-"""Specifications of small models, from one flat mapping of the family's and the objective's options."""
+"""Specifications of small models, from one flat mapping of options, and cells for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
@@ -90,3 +91,9 @@ def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
     """What the model is given of a batch, padded to `length` tokens."""
     view = model.view(batch, **KEYS)
     return model.prepare(view if length is None else padded(view, length), **KEYS)
+
+
+def train_options(**sections: Any) -> TrainOptions:
+    """Options of a training of one step."""
+    rest: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}}
+    return TrainOptions.model_validate(rest | sections)

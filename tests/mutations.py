@@ -56,7 +56,7 @@ FAULTS = [
     Fault("a class needs one cell more", "evaluate/tasks/classify.py", "n >= shots + FEWEST_TESTED", "n > shots + FEWEST_TESTED", "unit/test_classifying_tasks.py"),
     Fault("the adversary's gradient is not reversed", "models/objectives/terms.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_batch_terms.py"),
     Fault("covariance of VICReg divided by n", "models/objectives/terms.py", "(n - 1).clamp(min=1)", "n", "unit/test_views.py"),
-    Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]", "states = states * of_gene[:, None]", "unit/test_covariates.py unit/test_pooling.py"),
+    Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]", "states = states * of_gene[:, None]", "unit/test_cell_encoder.py unit/test_cell_encoder.py"),
     Fault("a claim is never silent for too long", "runs/lock.py", "if silent_s >= LEASE_S:", "if False:", "unit/test_claim.py"),
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_claim.py"),
     Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.checks import check_together
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
@@ -24,7 +23,8 @@ from cellmill.models.batch import EncoderBatch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.objective import GeneStatistics
 from cellmill.planner.size import measure
-from tests.models import KEYS, initialized, random_cells
+from tests.checks import check_gradients
+from tests.models import KEYS, initialized, random_cells, train_options
 from tests.unit.small_corpus import write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
@@ -85,12 +85,7 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
     loss = model(prepared)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
     assert int(prepared.n_targets) == len(batch.genes)
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    expected.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    check_gradients(model, loss, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("target", [0, 5, 19, 20, 30])
@@ -193,8 +188,5 @@ def test_the_plan_counts_its_parameters_and_what_a_tensor_parallel_rank_holds() 
 
 
 def test_an_encoder_which_sees_later_genes_is_refused() -> None:
-    train = {"steps": 1, "global_batch": 8}
-    sections = {"train": train, "objective": {"name": "next_gene"}, "model": {"family": "encoder"}}
-    given = {name: sections.get(name, {}) for name in TrainOptions.model_fields}
     with pytest.raises(ConfigError, match=r"^objective.name next_gene: family encoder serves "):
-        check_together(TrainOptions.model_validate(given))
+        check_together(train_options(objective={"name": "next_gene"}, model={"family": "encoder"}))

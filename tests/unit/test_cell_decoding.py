@@ -18,6 +18,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel import chunked_loss
 from cellmill.parallel.likelihoods import nb_loss, profile_loss
+from tests.checks import check_gradients
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
@@ -57,12 +58,7 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hi
     loss = model(prepared)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert int(prepared.n_targets) == len(targets)
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    expected.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    check_gradients(model, loss, expected)
 
 
 @pytest.mark.parametrize("elements", [1, 62 * 3, 1 << 22])

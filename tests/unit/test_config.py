@@ -20,6 +20,7 @@ from cellmill.config.plugin import BUILT_IN, Plugin, by_name
 from cellmill.config.section import Section
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
+from tests.checks import refused
 from tools import option_docs
 
 TREE = """
@@ -290,9 +291,8 @@ def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
 
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    with pytest.raises(ConfigError) as missing:
+    with refused(f"{path}: No such file or directory"):
         load_config(path)
-    assert str(missing.value) == f"{path}: No such file or directory"
     path.write_text("train: [1")
     with pytest.raises(ConfigError) as broken:
         load_config(path)
@@ -383,9 +383,8 @@ def test_options_of_a_choice_are_refused_in_one_line(
     basket: Callable[..., Workflow], sections: str, message: str
 ) -> None:
     given = yaml.safe_load(f"{{{sections}}}")
-    with pytest.raises(ConfigError) as caught:
+    with refused(f"config/config.yaml: {message}"):
         basket(**given)
-    assert str(caught.value) == f"config/config.yaml: {message}"
     if "unknown fruit" not in message:  # an installed package may have more than the schema knows
         with pytest.raises(jsonschema.ValidationError):
             validate(GOOD | given)

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cellmill.cli import main
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -29,7 +28,8 @@ from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import fill_part, normal
 from cellmill.planner.inputs import check_genes
 from cellmill.runs.identity import changed_keys, identity
-from tests.models import spec
+from tests.checks import refused
+from tests.models import spec, train_options
 from tests.unit.exported import export_model
 
 HIDDEN = 16
@@ -197,9 +197,8 @@ def test_a_model_of_another_width_or_other_values_is_refused(
 ) -> None:
     _vocabulary(range(30)).write(tmp_path / "genes.tsv")
     source = export_model(tmp_path / "source", tmp_path / "genes.tsv", tokens)
-    with pytest.raises(ConfigError) as error:
+    with refused(f"init_from: {message} in {source}; give this run the same model and tokens sections"):
         _first(30, 0, source, _vocabulary(range(30)), **own)
-    assert str(error.value) == (f"init_from: {message} in {source}; give this run the same model and tokens sections")
 
 
 def test_a_changed_byte_of_the_weights_is_detected(exported: Path) -> None:
@@ -276,33 +275,28 @@ def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, capsys: Any) 
     assert not (tmp_path / "m.onnx").exists()
 
 
-def _options(**finetune: object) -> TrainOptions:
-    sections = {key: {} for key in ("tokens", "stream", "model", "objective", "parallel")}
-    return TrainOptions.model_validate(sections | {"train": {"steps": 1}, "finetune": finetune})
-
-
 def test_a_model_that_knows_too_few_of_what_cells_express_is_refused(tmp_path: Path) -> None:
     ours, folder = _vocabulary(range(10)), tmp_path / "model"
     ours.n_cells[:] = [90, *[1] * 8, 2]
     ours.write(tmp_path / "ours.tsv")
     _vocabulary(range(1, 30)).write(folder / "vocabulary.tsv")
-    check_genes(_options(min_known_frac=0.1), folder, tmp_path / "ours.tsv")
+    check_genes(train_options(finetune={"min_known_frac": 0.1}), folder, tmp_path / "ours.tsv")
     message = (
         r"model: it has 9 of 10 genes, 10\.0% of those that a cell of the corpus expresses; finetune\.min_known_frac "
         r"is 0\.11; start from a model of these genes, or lower it$"
     )
     with pytest.raises(ConfigError, match=message):
-        check_genes(_options(min_known_frac=0.11), folder, tmp_path / "ours.tsv")
+        check_genes(train_options(finetune={"min_known_frac": 0.11}), folder, tmp_path / "ours.tsv")
     _vocabulary(range(20, 30)).write(folder / "vocabulary.tsv")
     with pytest.raises(ConfigError, match=r"it has 0 of 10 genes"):
-        check_genes(_options(), folder, tmp_path / "ours.tsv")
+        check_genes(train_options(), folder, tmp_path / "ours.tsv")
 
 
 def test_the_threshold_is_no_part_of_a_run_and_the_rows_are() -> None:
-    stored = {"options": _options().model_dump(mode="json"), "identity": identity(_options(), None)}
-    assert changed_keys(stored, identity(_options(min_known_frac=0.5), None), "run.json") == {}
+    stored = {"options": train_options().model_dump(mode="json"), "identity": identity(train_options(), None)}
+    assert changed_keys(stored, identity(train_options(finetune={"min_known_frac": 0.5}), None), "run.json") == {}
     del stored["options"]["finetune"]["new_genes"]  # of a version without the option
-    changed = changed_keys(stored, identity(_options(new_genes="mean"), None), "run.json")
+    changed = changed_keys(stored, identity(train_options(finetune={"new_genes": "mean"}), None), "run.json")
     assert changed == {"finetune.new_genes": "random -> mean"}
 
 

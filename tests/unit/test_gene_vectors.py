@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -26,7 +25,7 @@ from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import vectors_digest
 from cellmill.planner.size import measure
 from cellmill.runs.identity import changed_keys, identity
-from tests.models import spec
+from tests.models import spec, train_options
 from tests.unit.exported import export_model
 from tests.unit.test_masked_model import _batch
 
@@ -123,14 +122,11 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
     """A model with vectors of the first 45 genes, laid out as a training lays it out; its table."""
     given = spec(N_GENES, Tokens.model_validate({"max_tokens": 32}), **(SIZES | MODELS[family] | options))
     model = build(given)
-    freeze(model, trained_names(load_method(TrainOptions.model_validate(OTHERS).finetune), model))
+    freeze(model, trained_names(load_method(train_options().finetune), model))
     path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
     table = read_gene_vectors(path, VOCABULARY, DIM).table
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}))
     return model, table
-
-
-OTHERS: dict[str, Any] = {"tokens": {}, "stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -196,10 +192,7 @@ def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_pat
 
 def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> None:
     paths = [write_npy(tmp_path / name, GENES[:45], vectors_of()) for name in ("a.npy", "b.npy")]
-    runs = [
-        TrainOptions.model_validate(OTHERS | {"model": {"gene_vectors": str(path), "gene_vector_dim": DIM}})
-        for path in paths
-    ]
+    runs = [train_options(model={"gene_vectors": str(path), "gene_vector_dim": DIM}) for path in paths]
     first, second = (identity(run, None, vectors_digest(run, None)) for run in runs)
     assert first == second
     stored = {"options": runs[0].model_dump(mode="json"), "identity": first}
@@ -208,7 +201,7 @@ def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> N
     changed = changed_keys(stored, identity(runs[1], None, vectors_digest(runs[1], None)), "run.json")
     assert list(changed) == ["model.gene_vectors"]
     with pytest.raises(ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"):
-        vectors_digest(TrainOptions.model_validate(OTHERS | {"model": {"gene_vector_dim": DIM}}), None)
+        vectors_digest(train_options(model={"gene_vector_dim": DIM}), None)
     paths[0].unlink()
     with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
         vectors_digest(runs[0], None)

@@ -43,7 +43,8 @@ from cellmill.models.objectives.labels import anticorrelation
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import check_levels, fitted
 from cellmill.stages import cells as predict
-from tests.models import config_json, spec
+from tests.checks import refused
+from tests.models import config_json, spec, train_options
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
 
@@ -155,9 +156,7 @@ def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_
     manifest = write_shards([path], vocabulary_of(genes_named(40)), options_of_shards, tmp_path / "s" / "manifest.json")
     given = {"name": "classification", "label_column": "donor", "class_weights": "balanced"}
     for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
-        sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}}
-        sections |= {"model": {"family": "profile"}, "tokens": {"tokenizer": "continuous"}, "objective": objective}
-        options = fitted(check_options(TrainOptions, sections, "test"), tmp_path, manifest)
+        options = fitted(train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest)
         (part,) = options.objective.each()
         weights: dict[str, float] = part.class_weights  # type: ignore[attr-defined]
         shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]
@@ -170,9 +169,8 @@ def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_
 
 
 def test_columns_without_use_are_refused() -> None:
-    sections = {name: {} for name in ("stream", "parallel")} | {"train": {"steps": 1}, "model": {"family": "profile"}}
-    sections |= {"tokens": {"tokenizer": "continuous"}, "objective": {"name": "classification", "label_column": "kind"}}
-    options = check_options(TrainOptions, sections, "test")
+    objective = {"name": "classification", "label_column": "kind"}
+    options = train_options(model={"family": "profile"}, objective=objective)
     check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
     with pytest.raises(ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"):
         check_levels(options, {"kind": ("a", "<missing>")}, 100)
@@ -182,18 +180,13 @@ def test_columns_without_use_are_refused() -> None:
         check_levels(options, {"kind": levels}, 100)
     by_batch = {"name": "cell_decoding", "batch_column": "dataset"}
     with pytest.raises(ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"):
-        check_levels(
-            check_options(TrainOptions, sections | {"objective": by_batch}, "test"), {"dataset": ("one",)}, 100
-        )
+        check_levels(train_options(model={"family": "profile"}, objective=by_batch), {"dataset": ("one",)}, 100)
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
     parts = {"classification": {"label_column": "kind"} | weights}
-    for objective in (sections["objective"] | weights, {"name": "sum", "parts": parts}):
-        given = check_options(TrainOptions, sections | {"objective": objective}, "test")
-        with pytest.raises(ConfigError) as error:
+    for weighted in (objective | weights, {"name": "sum", "parts": parts}):
+        given = train_options(model={"family": "profile"}, objective=weighted)
+        with refused("objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"):
             check_levels(given, {"kind": ("B cell", "T cell", "<missing>")}, 100)
-        assert str(error.value) == (
-            "objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"
-        )
 
 
 def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() -> None:
@@ -223,12 +216,11 @@ def test_rows_of_the_head_go_to_the_labels_of_their_names(tmp_path: Path) -> Non
     fresh = dict(initial_tensors(second, 5, None, Vocabulary.read(genes)))
     assert torch.equal(values["label_head.out.weight"][0], fresh["label_head.out.weight"][0])
     third = build(spec(GENES, TOKENS, other, family="profile", hidden=8, layers=1, head_hidden=4, **CLASSIFY))
-    with pytest.raises(ConfigError) as error:
-        dict(initial_tensors(third, 5, folder, Vocabulary.read(genes)))
-    assert str(error.value) == (
+    with refused(
         f"init_from: expected label_head.out.weight of shape (4,), got (8,) in {folder}; give this run the same model "
         "and objective sections"
-    )
+    ):
+        dict(initial_tensors(third, 5, folder, Vocabulary.read(genes)))
 
 
 def test_calibration_finds_the_temperature_of_simulated_logits() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
-from cellmill.errors import ConfigError
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.submit import SlurmJobs
 from cellmill.runs.jobs import Jobs
+from tests.checks import refused
 
 HOSTILE = "a;b $(touch made) `touch made` 'c\" \\"
 
@@ -81,9 +81,8 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
     ],
 )
 def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refused(f"profile: {message}"):
         check_options(Machine, given, "profile")
-    assert str(refused.value) == f"profile: {message}"
 
 
 @pytest.mark.parametrize(

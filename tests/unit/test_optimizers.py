@@ -23,7 +23,7 @@ from cellmill.train.muon import Muon, orthogonalised, owners
 from cellmill.train.offload import OffloadedAdamW
 from cellmill.train.optimizer import build_optimizer, state_of
 from cellmill.train.step_guard import step_if
-from tests.models import model_on_cpu
+from tests.models import model_on_cpu, train_options
 
 TRAIN = Train.model_validate({"steps": 1, "optimizer": "muon", "lr": 0.1, "weight_decay": 0.5})
 MODEL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2, "objective": "cell_decoding"}
@@ -133,8 +133,7 @@ def test_offloading_muon_is_refused() -> None:
 
 
 def _options(optimizer: Any) -> TrainOptions:
-    given = {"train": {"steps": 1, "optimizer": optimizer}, "parallel": {"cpu_offload": "optimizer"}}
-    return TrainOptions.model_validate({name: given.get(name, {}) for name in TrainOptions.model_fields})
+    return train_options(train={"steps": 1, "optimizer": optimizer}, parallel={"cpu_offload": "optimizer"})
 
 
 copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])

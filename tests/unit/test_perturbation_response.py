@@ -11,8 +11,6 @@ import pytest
 import torch
 from scipy.stats import poisson
 
-from cellmill.config.load import check_options
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
@@ -21,7 +19,7 @@ from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import fitted
-from tests.models import KEYS, initialized, random_cells, spec
+from tests.models import KEYS, initialized, random_cells, spec, train_options
 from tests.unit.evaluated import make_context
 from tests.unit.exported import make_corpus
 
@@ -117,9 +115,8 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path, 
             assert list(columns) == ["guide"]
             return {"guide": [vocabulary.symbols[3], "control", "nothing", "<missing>"]}
 
-    sections = {"objective": {"name": "perturbation_response", "perturbation_column": "guide", "control": "control"}}
-    every = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}} | sections
-    options = check_options(TrainOptions, every, "test")
+    objective = {"name": "perturbation_response", "perturbation_column": "guide", "control": "control"}
+    options = train_options(objective=objective)
     found = fitted(options, Path(corpus["vocabulary"]), Shards())  # type: ignore[arg-type]
     assert found.objective.perturbed_genes == {vocabulary.symbols[3]: [3 + len(SPECIAL)]}
     assert fitted(found, Path(corpus["vocabulary"]), Shards()) == found  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cellmill.config.checks import check_together
-from cellmill.config.options import EmbedOptions, TrainOptions
+from cellmill.config.options import EmbedOptions
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
@@ -22,9 +22,8 @@ from cellmill.evaluate.tasks.reconstruct import Reconstruct
 from cellmill.parallel.mesh import set_tf32
 from cellmill.planner.devices import DEVICES, check_precision
 from cellmill.stages import cells
+from tests.models import train_options
 from tests.unit.evaluated import make_context
-
-TREE: dict[str, Any] = {"tokens": {}, "stream": {}, "model": {}, "train": {"steps": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -84,4 +83,4 @@ def test_tf32_is_for_float32_on_devices_that_have_it(kept: None) -> None:
     with pytest.raises(ConfigError, match="a v100 has no TF32; set it to no, or precision to 16-mixed"):
         check_precision(tf32, "v100", DEVICES["v100"])
     with pytest.raises(ConfigError, match=r"parallel\.tf32 has no effect with precision bf16-mixed; set tf32 to no"):
-        check_together(TrainOptions.model_validate(TREE | {"parallel": {"tf32": True, "precision": "bf16-mixed"}}))
+        check_together(train_options(parallel={"tf32": True, "precision": "bf16-mixed"}))

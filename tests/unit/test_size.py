@@ -16,7 +16,6 @@ from torch.utils.checkpoint import _VersionWrapper
 
 from cellmill.config.checks import check_together
 from cellmill.config.load import check_config, check_options
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.config.parts.family import HEAD_WIDTH, HIDDEN_AND_LAYERS, FamilyConfig, numbers
 from cellmill.config.parts.tokens import Tokens
@@ -31,8 +30,9 @@ from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner import size as size_module
 from cellmill.planner.size import measure
 from cellmill.runs.identity import identity
+from tests.checks import refused
 from tests.house.documents import documentation
-from tests.models import model_on_cpu, spec
+from tests.models import model_on_cpu, spec, train_options
 
 HIDDEN, LAYERS, N_GENES = 64, 3, 60
 KINDS = [
@@ -215,20 +215,17 @@ def test_measuring_twice_gives_equal_sizes() -> None:
 
 
 def test_a_module_without_an_initial_value_is_named() -> None:
-    with pytest.raises(TypeError) as error:
+    with refused(("no initial value for blocks.0.gate.weight of PReLU; define initial_value(name) on it"), TypeError):
         build(_with_family(WithoutInitialValueConfig))
-    assert str(error.value) == ("no initial value for blocks.0.gate.weight of PReLU; define initial_value(name) on it")
 
 
 def test_an_objective_that_the_family_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sections: dict[str, Any] = {key: {} for key in ("tokens", "stream", "model", "parallel")}
-    options = TrainOptions.model_validate(sections | {"objective": {"name": "masked_value"}, "train": {"steps": 1}})
+    options = train_options(objective={"name": "masked_value"})
     monkeypatch.setattr(EncoderConfig, "objectives", ("masked_gene",))
-    with pytest.raises(ConfigError) as error:
-        check_together(options)
-    assert str(error.value) == (
+    with refused(
         "objective.name masked_value: family encoder serves masked_gene; choose one of these, or another model.family"
-    )
+    ):
+        check_together(options)
 
 
 PARTS: dict[str, Any] = {"cell_decoding": {"likelihood": "nb"}, "masked_value": {"weight": 0.3, "renormalize": True}}
@@ -255,13 +252,10 @@ def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(laye
     assert size.flops(1000, 1e6, 1) == pytest.approx(blocks + decoder)
 
 
-SECTIONS: dict[str, Any] = {"tokens": {}, "stream": {}, "parallel": {}, "train": {"steps": 1}}
-
-
 @pytest.mark.parametrize("family", ["encoder", "autoencoder"])
 def test_a_run_by_size_is_the_run_with_its_numbers(family: str) -> None:
     by_name, by_numbers = (
-        TrainOptions.model_validate(SECTIONS | {"model": {"family": family} | model})
+        train_options(model={"family": family} | model)
         for model in ({"size": "51M"}, {"hidden": 512, "layers": 12, "heads": 8})
     )
     assert identity(by_name, None) == identity(by_numbers, None)

@@ -22,6 +22,7 @@ from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
 from cellmill.train.loop import LossParts
+from tests.checks import refused
 from tests.models import KEYS, initialized, random_cells, spec
 
 N_GENES = 60
@@ -148,9 +149,8 @@ def test_figures_and_verdicts_are_those_of_the_parts() -> None:
     ],
 )
 def test_parts_that_cannot_be_summed_are_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with refused(f"x: {message}"):
         check_options(ObjectiveConfig, {"name": "sum", "parts": parts}, "x")
-    assert str(raised.value) == f"x: {message}"
 
 
 def test_stored_options_are_those_of_the_run() -> None:

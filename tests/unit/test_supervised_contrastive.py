@@ -24,8 +24,8 @@ from cellmill.models.objectives import contrastive
 from cellmill.models.objectives.contrastive import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
-from cellmill.train.batch_rows import shares_of
 from cellmill.train.worker import batch_column
+from tests.checks import check_gradients, loss_by_shares
 from tests.models import config_json, initialized, prepare, random_cells, spec
 
 N_GENES, H = 60, 16
@@ -96,22 +96,13 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     batches = [to_tensors(_cells(labels, 10 * at)) for at, labels in enumerate(given)]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
     prepared = [prepare(model, batch, 200) for batch in batches]
-    with torch.no_grad():
-        rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
-    table = torch.cat([torch.zeros(3, 1 + H), *(own for (own,) in rows), torch.zeros(2, 1 + H)])
-    shares = shares_of(model.objective, [table], rows, first=3)
-    loss = sum(model(replace(part, shares=own)) for part, own in zip(prepared, shares))
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    loss = loss_by_shares(model, prepared)
     z = torch.cat([model.cell_vectors(model.states(part), part)[part.target_cells] for part in prepared])
     expected = _reference(z, [label for labels in given for label in labels if label], 0.3)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    expected.backward()
     assert sum(int(part.n_targets) for part in prepared) == len(z) == 7
+    found = check_gradients(model, loss, expected, rtol=1e-3, atol=1e-5)
     assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 @EVERY_FAMILY

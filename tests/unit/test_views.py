@@ -17,7 +17,7 @@ from cellmill.models.batch import padded, to_tensors
 from cellmill.models.objectives.terms import vicreg
 from cellmill.models.objectives.views import ViewBatch, draw_view
 from cellmill.planner.size import measure
-from cellmill.train.batch_rows import shares_of
+from tests.checks import check_gradients, loss_by_shares
 from tests.models import KEYS, initialized, random_cells, spec
 
 N_GENES = 200
@@ -184,22 +184,13 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     batches = [to_tensors(_cells(*given)) for given in (((20, 31, 1, 14), 0), ((2, 1, 25), 10), ((9,), 20))]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
     prepared = [model.prepare(padded(model.view(batch, **KEYS), 200), **KEYS) for batch in batches]
-    with torch.no_grad():
-        rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
-    table = torch.cat([torch.zeros(3, 1 + 2 * H), *(own for (own,) in rows), torch.zeros(2, 1 + 2 * H)])
-    shares = shares_of(model.objective, [table], rows, first=3)
-    loss = sum(model(replace(part, shares=own)) for part, own in zip(prepared, shares))
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    loss = loss_by_shares(model, prepared)
     vectors = [model.cell_vectors(model.states(part), part) for part in prepared]
     first, second = (torch.cat([z[part.pairs[i]] for z, part in zip(vectors, prepared)]).double() for i in (0, 1))
     expected = sum(model(part) for part in prepared) + len(first) * _reference(first, second, *WEIGHTS.values())
     assert 5 <= len(first) <= 8
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    expected.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    check_gradients(model, loss, expected)
 
 
 @pytest.mark.parametrize("view", ["drop", "thin"])

@@ -17,12 +17,9 @@ INPUTS = (
 """Input formats as help texts list them: names of rows in `data/inputs/formats.py`."""
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
 """Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""
-IS_CONTROL = "is_control"
-"""obs column of preprocessed cells: True for those with the dataset's `control`."""
-ORGANISM = "organism"
-"""obs column of preprocessed cells with `organism_column`."""
-RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")
-"""obs columns of cells or shards that no `label_name` may take."""
+IS_CONTROL = "is_control"  # obs column of preprocessed cells: True for those with the dataset's `control`
+ORGANISM = "organism"  # obs column of preprocessed cells with `organism_column`
+RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")  # obs columns of cells or shards that no `label_name` may take
 
 
 def is_fasta(path: Path) -> bool:

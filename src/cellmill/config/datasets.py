@@ -141,8 +141,7 @@ class ObsColumns(Section):
         return {name: ", ".join(owner for other, owner in read if other == name) for name, _ in read}
 
 
-NO_COLUMNS = ObsColumns.model_validate({})
-"""Of a dataset without filter, labels and roles."""
+NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles
 
 
 class Dataset(ObsColumns):

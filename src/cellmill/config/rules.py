@@ -12,8 +12,7 @@ from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, one_line
 from cellmill.files import digest, write_json
 
-Wildcards = Any
-"""Snakemake's wildcards of a job, as attributes."""
+Wildcards = Any  # Snakemake's wildcards of a job, as attributes
 
 
 def sized(base: int, mb_per_unit: float | None = None) -> Callable[..., int]:
@@ -41,8 +40,7 @@ class JobFiles:
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
         self.workflow, self.corpora, self.runs = workflow, workflow.corpora, workflow.runs
-        self.writes = writes
-        """True if jobs run, so that files of options are written; known only once all rules are."""
+        self.writes = writes  # true if jobs run, so that files of options are written; known only once all rules are
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
 

@@ -39,8 +39,7 @@ def _each_once(values: list[T]) -> list[T]:
     return values
 
 
-EachOnce = AfterValidator(_each_once)
-"""Annotation of a list that names nothing twice."""
+EachOnce = AfterValidator(_each_once)  # annotation of a list that names nothing twice
 
 
 class Section(BaseModel):

@@ -137,8 +137,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval")
-"""Packages that rules of workflow/rules/bridges.smk run."""
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval")  # packages that rules of workflow/rules/bridges.smk run
 
 
 # with several bases, pydantic puts the fields of the last one first

@@ -139,8 +139,7 @@ def center_of(batch: Batch, cell: torch.Tensor, visible: torch.Tensor) -> torch.
     return sums / n.clamp(min=1)
 
 
-CLS, EOS = -1, -2
-"""Token ids; row -1 - id of `end_embedding`."""
+CLS, EOS = -1, -2  # token ids; row -1 - id of `end_embedding`
 
 
 def with_ends(batch: Batch, n_ends: int) -> Batch:

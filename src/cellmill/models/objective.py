@@ -66,8 +66,7 @@ class Objective:
         self.config, self.tokens = config, tokens
         self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
-        self.suffix = ""
-        """End of the names of its heads, where a sum has several parts of one objective."""
+        self.suffix = ""  # end of the names of its heads, where a sum has several parts of one objective
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
 

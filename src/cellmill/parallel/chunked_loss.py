@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from cellmill.parallel.cpu_matmul import autocast_dtype, product
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
-CHUNK_LOGITS = 1 << 24
-"""Logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products."""
+CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
 ELEMENTS = {"cpu": 1 << 22}
 """Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time

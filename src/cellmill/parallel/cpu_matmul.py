@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from cellmill.parallel.torch_private import HAS_ONEDNN_LINEAR, linear_onednn
 
-LARGE = 1 << 24
-"""Multiply-adds from which oneDNN is faster."""
+LARGE = 1 << 24  # multiply-adds from which oneDNN is faster
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:

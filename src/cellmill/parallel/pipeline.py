@@ -23,8 +23,7 @@ from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import PipelineStages, Schedules, process_of, tied_parameters
 from cellmill.parallel.step import StepModel
 
-SCHEDULES = {"ZBV": "ZBVZeroBubble"}
-"""torch's names of schedules, where they differ from ours."""
+SCHEDULES = {"ZBV": "ZBVZeroBubble"}  # torch's names of schedules, where they differ from ours
 
 
 class PipelineModel(StepModel):

@@ -23,8 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.materialize import plain_name
 
-Key = tuple[int, int]
-"""Number of micro-batches, and tokens of each."""
+Key = tuple[int, int]  # number of micro-batches, and tokens of each
 
 
 @dataclass

@@ -33,8 +33,7 @@ from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
 
 PREFIX = "model."
-AVERAGE = "average."
-"""Prefix of the average of trained weights, which is exported in their place."""
+AVERAGE = "average."  # prefix of the average of trained weights, which is exported in their place
 
 
 def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, out: Path) -> None:

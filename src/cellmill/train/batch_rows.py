@@ -24,8 +24,7 @@ from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import PipelineStages, last_part
 from cellmill.parallel.step import StepModel
 
-Rows = tuple[torch.Tensor, ...]
-"""Rows of a micro-batch in each table."""
+Rows = tuple[torch.Tensor, ...]  # rows of a micro-batch in each table
 
 
 def with_shares(

@@ -27,12 +27,10 @@ from cellmill.parallel.torch_private import flatten_axes
 MOMENTUM = 0.95
 SCALE = 0.2
 STEPS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that moves every singular value towards 1."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that moves every singular value towards 1
 EPS = 1e-7
 
-Block = tuple[int, int, int, int]
-"""First row, last row + 1, first column, last column + 1 of a rank's shard."""
+Block = tuple[int, int, int, int]  # first row, last row + 1, first column, last column + 1 of a rank's shard
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
@@ -61,11 +59,9 @@ class _Shared:
     """Matrices that the same ranks share in the same way."""
 
     matrices: list[torch.Tensor] = field(default_factory=list)
-    group: dist.ProcessGroup | None = None
-    """Ranks with different shards; None where this rank has whole matrices."""
+    group: dist.ProcessGroup | None = None  # ranks with different shards; None where this rank has whole matrices
     owner: list[int] = field(default_factory=list)
-    blocks: list[list[Block]] = field(default_factory=list)
-    """By matrix, then by rank."""
+    blocks: list[list[Block]] = field(default_factory=list)  # by matrix, then by rank
 
     def orthogonalised(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
@@ -100,8 +96,7 @@ class Muon(torch.optim.AdamW):
     """
 
     param_groups: list[dict[str, Any]]
-    found_inf: torch.Tensor | None = None
-    """Scalar; the step changes nothing where it is 1, as in fused AdamW."""
+    found_inf: torch.Tensor | None = None  # scalar; the step changes nothing where it is 1, as in fused AdamW
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)

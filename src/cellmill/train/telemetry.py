@@ -21,8 +21,7 @@ import torch.distributed as dist
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.torch_private import record_memory, write_memory_record
 
-PROFILED_RANKS = 8
-"""Ranks below this write a trace, some MB each: a node, or the stages of a pipeline."""
+PROFILED_RANKS = 8  # ranks below this write a trace, some MB each: a node, or the stages of a pipeline
 
 
 @dataclass
@@ -57,10 +56,8 @@ class TimeLeft:
     windows, and with the mean pause per step so far, for validation and checkpoints."""
 
     steps: int
-    first: int
-    """Step at which this process began."""
-    since: float
-    """Time of the last line, or of the begin."""
+    first: int  # step at which this process began
+    since: float  # time of the last line, or of the begin
 
     def __post_init__(self) -> None:
         self.last, self.paused_s, self.window_paused_s = self.first, 0.0, 0.0

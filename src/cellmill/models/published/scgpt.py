@@ -27,8 +27,7 @@ from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
 from cellmill.models.published import files
 
-SIZES = {"hidden": "embsize", "layers": "nlayers", "heads": "nheads", "ffn_hidden": "d_hid"}
-"""Our options, and scGPT's."""
+SIZES = {"hidden": "embsize", "layers": "nlayers", "heads": "nheads", "ffn_hidden": "d_hid"}  # our options, and scGPT's
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""
 QKV = ("self_attn.in_proj_{}", "self_attn.Wqkv.{}", "self_attn._impl.Wqkv.{}")

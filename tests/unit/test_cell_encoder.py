@@ -1,4 +1,4 @@
-"""Tokens of obs columns: where they stand, what they change, and that no objective masks, counts or averages them."""
+"""The encoder around its blocks: tokens of obs columns, which nothing masks or averages, and the poolings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from cellmill.config.checks import check_together
-from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
-from cellmill.models.cell_encoder import CovariatePrefix
-from tests.models import initialized, prepare, random_cells, spec
+from cellmill.models.cell_encoder import CovariatePrefix, attended_state
+from tests.checks import refused
+from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
+from tests.unit.test_cell_decoding import _cells as cells_of
+from tests.unit.test_cell_decoding import _model as decoding_model
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z"), "tissue": ("l", "m")}
@@ -113,11 +114,53 @@ def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:
 
 
 def test_a_family_without_tokens_of_cells_refuses_them() -> None:
-    tree = {"tokens": {"covariates": ["donor"]}, "model": {"family": "profile"}, "train": {"steps": 1}}
-    given = TrainOptions.model_validate({"stream": {}, "parallel": {}} | tree)
+    given = train_options(tokens={"covariates": ["donor"]}, model={"family": "profile"})
     assert given.obs_columns() == {"donor": "tokens.covariates"}
-    with pytest.raises(ConfigError) as refused:
-        check_together(given)
-    assert str(refused.value) == (
+    with refused(
         "tokens.covariates: family profile has no tokens of obs columns; leave them out, or choose model.family encoder"
+    ):
+        check_together(given)
+
+
+def _encoder(pooling: str, **options: Any) -> Any:
+    model = decoding_model("encoder", pooling=pooling, **options)
+    if pooling == "attention":
+        torch.nn.init.normal_(model.pool_query, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def test_the_vector_of_cls_is_the_last_state_of_a_token_before_the_cell() -> None:
+    model, batch = _encoder("cls").eval(), to_tensors(cells_of((5,)))
+    x = torch.cat(
+        [model.cell_token[None], model.inputs(model.objective.prepare(model.objective.view(batch, **KEYS), **KEYS))]
     )
+    n = len(x)
+    for block in model.blocks:
+        x = block(x, torch.tensor([0, n], dtype=torch.int32), [n], torch.arange(n))
+    prepared = model.prepare(model.view(batch, **KEYS), **KEYS)
+    torch.testing.assert_close(model.cell_vectors(model.states(prepared), prepared), model.norm(x)[:1])
+
+
+def test_attention_is_a_softmax_over_each_cell() -> None:
+    model, batch = _encoder("attention").eval(), to_tensors(cells_of((7, 1, 20)))
+    prepared = model.prepare(model.view(batch, **KEYS), **KEYS)
+    states = 100 * torch.randn(sum(prepared.lengths), 16)  # a softmax that is not shifted would overflow
+    expected = [
+        (part @ model.pool_query / 4).softmax(0) @ part if len(part) else torch.zeros(16)
+        for part in states.split(prepared.lengths)
+    ]
+    torch.testing.assert_close(model.cell_vectors(states, prepared), torch.stack(expected), rtol=1e-4, atol=1e-4)
+    mean = decoding_model("encoder").cell_vectors(states, prepared)
+    torch.testing.assert_close(attended_state(states, prepared, torch.zeros(16)), mean, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "attention"])
+def test_a_pooling_that_no_loss_trains_is_refused(pooling: str) -> None:
+    masked = {"name": "masked_value", "cell_loss_weight": 0}
+    both = {"name": "sum", "parts": {"cell_decoding": {}, "masked_value": {"cell_loss_weight": 0}}}
+    check_together(train_options(model={"pooling": pooling}, objective=both))
+    with refused(
+        f"model.pooling {pooling}: expected an objective that reads the cell's vector, got masked_value with "
+        "cell_loss_weight 0; set it above 0, or pooling to mean"
+    ):
+        check_together(train_options(model={"pooling": pooling}, objective=masked))
