@@ -35,15 +35,6 @@ class Request:
     account: str = ""
     qos: str = ""
 
-    @property
-    def most_nodes(self) -> int:
-        return int(self.nodes.rpartition("-")[2] or 1)
-
-    def __str__(self) -> str:
-        partition = f"--partition {self.partition} " if self.partition else ""
-        gpus = "" if self.gpus is None else f" --gpus {self.gpus}"
-        return f"{partition}--nodes {self.nodes or 1}{gpus}"
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -59,36 +50,53 @@ class Offer:
     def sliced(self) -> bool:
         return bool(_SLICE.search(self.kind))
 
+    @property
+    def merits(self) -> dict[str, int]:
+        """Reasons to prefer it; the first difference decides."""
+        return {
+            "whole GPUs": int(not self.sliced),
+            "most GPUs per node": self.gpus,
+            "without GPUs": int(not any(node.gpus for node in self.nodes)),
+            "the default": int(self.partition.default),
+            "fastest GPUs": int(DEVICES[known_device(self.kind) or "cpu"].bf16_flops or 0),  # 0 for an unknown type
+            "longest time limit": _limit(self.partition),
+            "most nodes": len(self.nodes),
+        }
+
 
 def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     """The best offer and the reason. Raises UserError if there is no such partition, or not as much of it."""
-    if request.partition:
-        partition = facts.partitions.get(request.partition)
-        if partition is None:
+    among = facts.usable()
+    if name := request.partition:
+        if name not in facts.partitions:
             known = ", ".join(sorted(facts.partitions))
-            raise UserError(f"--partition {request.partition}: there is none; expected one of {known}")
-        if partition.state != "up":
-            raise UserError(f"--partition {partition.name}: it is {partition.state}; expected one that is up")
-        among = [partition]
-    else:
-        among = facts.usable()
-    offers = [offer for partition in among for offer in _offers(facts, partition, request)]
+            raise UserError(f"--partition {name}: there is none; expected one of {known}")
+        among = [facts.partitions[name]]
+        if among[0].state != "up":
+            raise UserError(f"--partition {name}: it is {among[0].state}; expected one that is up")
     has_gpus = any(node.gpus for partition in among for node in partition.up)
-    offers = [offer for offer in offers if offer.gpus or request.gpus == 0 or not has_gpus]
+    offers = [
+        offer
+        for partition in among
+        for offer in _offers(partition, request)
+        if offer.gpus or request.gpus == 0 or not has_gpus
+    ]
     if not offers:
-        there = "; ".join(sorted(f"{partition.name}: {_contents(facts, partition)}" for partition in among))
-        raise UserError(f"{request}: expected at most what is up, which is {there or 'nothing'}")
-    offers.sort(key=lambda offer: ([-value for value in _merits(offer).values()], offer.partition.name, offer.kind))
+        wish = f"--partition {name} " if name else ""
+        wish += f"--nodes {request.nodes or 1}" + ("" if request.gpus is None else f" --gpus {request.gpus}")
+        there = "; ".join(sorted(f"{partition.name}: {_contents(partition)}" for partition in among))
+        raise UserError(f"{wish}: expected at most what is up, which is {there or 'nothing'}")
+    offers.sort(key=lambda offer: ([-value for value in offer.merits.values()], offer.partition.name, offer.kind))
     best = offers[0]
-    if request.partition:
-        return best, "--partition"
     others = [offer for offer in offers if offer.partition.name != best.partition.name]
+    if name:
+        return best, "--partition"
     if not others:
-        return best, f"the only one {'with GPUs' if best.gpus else 'that is up'}"
-    merits, next_best = _merits(best), _merits(others[0])
-    reason = next((merit for merit in merits if merits[merit] != next_best[merit]), "the first by name")
+        return best, f"the only one {'with GPUs' if best.gpus else 'that is up'} (sinfo)"
+    pairs = zip(best.merits.items(), others[0].merits.values())
+    reason = next((merit for (merit, value), next_best in pairs if value != next_best), "the first by name")
     names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
-    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names}"
+    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names} (sinfo)"
 
 
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition, str]:
@@ -96,44 +104,29 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition
     usable = facts.usable()
     without = [partition for partition in usable if not any(node.gpus for node in partition.up)]
     mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
-    pool, reason = (without, "without GPUs") if without else (mixed, "has nodes without GPUs")
-    if not pool:  # the default is where the site wants jobs that ask for nothing
+    if not mixed:  # the default is where the site wants jobs that request nothing
         default = next((partition for partition in usable if partition.default), None)
         where = f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
-        return default or training, where
-    best = min(pool, key=lambda p: (not p.default, -_limit(p), -len(p.up), p.name))
-    return best, f"the default, {reason}" if best.default else reason
+        return default or training, f"{where} (sinfo)"
+    best = min(without or mixed, key=lambda p: (not p.default, -_limit(p), -len(p.up), p.name))
+    reason = "without GPUs" if without else "has nodes without GPUs"
+    return best, f"{'the default, ' if best.default else ''}{reason} (sinfo)"
 
 
-def _offers(facts: SlurmFacts, partition: Partition, request: Request) -> Iterator[Offer]:
+def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
     """At most one offer for each type of GPU: as many on each node as enough nodes have."""
-    nodes, number = partition.up, request.most_nodes
-    if number > (partition.max_nodes or number):
-        return
+    nodes, number = partition.up, int(request.nodes.rpartition("-")[2] or 1)
     kinds = sorted({kind for node in nodes for kind in node.gpus})
-    if (not request.gpus and not kinds) or request.gpus == 0:
-        if len(nodes) >= number:
-            yield Offer(partition, nodes)
+    if number > min(partition.max_nodes or number, len(nodes)):
+        return
+    if request.gpus == 0 or not (request.gpus or kinds):
+        yield Offer(partition, nodes)
         return
     for kind in kinds:
-        counts = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
-        most = counts[number - 1] if len(counts) >= number else 0
+        most = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)[number - 1]
         gpus = request.gpus or (min(1, most) if _SLICE.search(kind) else most)
         if 0 < gpus <= most:
             yield Offer(partition, [node for node in nodes if node.gpus.get(kind, 0) >= gpus], gpus, kind)
-
-
-def _merits(offer: Offer) -> dict[str, int]:
-    """Reasons to prefer an offer, the first difference decides."""
-    return {
-        "whole GPUs": int(not offer.sliced),
-        "most GPUs per node": offer.gpus,
-        "without GPUs": int(not any(node.gpus for node in offer.nodes)),
-        "the default": int(offer.partition.default),
-        "fastest GPUs": int(DEVICES[known_device(offer.kind) or "cpu"].bf16_flops or 0),  # 0 for an unknown type
-        "longest time limit": _limit(offer.partition),
-        "most nodes": len(offer.nodes),
-    }
 
 
 def _limit(partition: Partition) -> int:
@@ -141,7 +134,7 @@ def _limit(partition: Partition) -> int:
     return min(partition.limit_min or DAY_MIN, DAY_MIN)
 
 
-def _contents(facts: SlurmFacts, partition: Partition) -> str:
+def _contents(partition: Partition) -> str:
     """Nodes of a partition that are up, by their GPUs."""
     kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in partition.up)
     listed = ", ".join(f"{number} {'node' if number == 1 else 'nodes'} with {kind}" for kind, number in kinds.items())
@@ -202,19 +195,19 @@ class Site:
         """Lines of set-resources, but for train and plan: GPUs, and requests that the partition limits."""
         texts = {}
         for stage, declared in DECLARED.items():
-            limits = {"mem_mb": self.place(stage).mem_mb, "runtime": self.place(stage).limit_min}
-            limited = {key: _limited(*declared[key], limit) for key, limit in limits.items() if limit is not None}
-            keys = dict(self.gpu if stage in ON_A_GPU else {}) | {
-                key: text for key, text in limited.items() if text is not None
-            }
+            keys, place = dict(self.gpu if stage in ON_A_GPU else {}), self.place(stage)
+            for key, limit in (("mem_mb", place.mem_mb), ("runtime", place.limit_min)):
+                base, per = declared[key]
+                if limit is not None and (per is not None or base * (1 + RETRIES) > limit):
+                    sized = base if per is None else f"int({base} + input.size_mb / {per})"
+                    keys[key] = limit if limit <= base else f"min({sized} * attempt, {limit})"
             if keys:
                 texts[stage] = _flow(keys)
-        first = {text: stage for stage, text in reversed(texts.items())}
-        shared = {text for text, number in Counter(texts.values()).items() if number > 1}
-        lines = []
+        lines, anchors, number_of = [], dict[str, str](), Counter(texts.values())
         for stage, text in texts.items():
-            anchor = f"&{stage} " if text in shared else ""
-            line = f"{stage}: {anchor}{text}" if first[text] == stage else f"{stage}: *{first[text]}"
+            line = f"{stage}: *{anchors[text]}" if text in anchors else f"{stage}: {text}"
+            if text not in anchors and number_of[text] > 1:
+                anchors[text], line = stage, f"{stage}: &{stage} {text}"
             lines.append(line if self.place(stage).partition else f"# {line}")
         return lines
 
@@ -228,9 +221,12 @@ def render(site: Site) -> str:
         said = "; ".join(filter(None, (general, site.why.get(name))))
         return f" # {said}" if said else ""
 
+    def aligned(line: re.Match[str]) -> str:
+        return f"{line[1].ljust(max(COMMENTS_AT, len(line[1]) + 2))}# {line[2]}"
+
     template = environment.get_template("profile_template.yaml")
     text = template.render(site=site, machine=site.machine, retries=RETRIES, note=note, text=quoted)
-    return "".join(f"{_aligned(line)}\n" for line in text.splitlines())
+    return re.sub(r"^( *(?:# )?[\w-]+:.*?) # (.*)$", aligned, text.rstrip("\n"), flags=re.MULTILINE) + "\n"
 
 
 def quoted(text: str) -> str:
@@ -254,29 +250,11 @@ def _flow(keys: Mapping[str, str | int]) -> str:
     return str(yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)).strip()
 
 
-def _limited(base: int, per: int | None, limit: int) -> str | int | None:
-    """What a rule declares, with at most `limit` in every attempt; None if it never exceeds the limit."""
-    if per is None and base * (1 + RETRIES) <= limit:
-        return None
-    sized = base if per is None else f"int({base} + input.size_mb / {per})"
-    return limit if limit <= base else f"min({sized} * attempt, {limit})"
-
-
-def _aligned(line: str) -> str:
-    match = re.fullmatch(r"(\s*(?:# )?[\w-]+:.*?) # (.*)", line)
-    if match is None:
-        return line
-    return f"{match[1].ljust(max(COMMENTS_AT, len(match[1]) + 2))}# {match[2]}"
-
-
 SAVE_WITHIN_S = 300
 LEAST_JOB_AGE_S = 200
 """The plugin queries a job every 180 s at least; squeue must still list it."""
 ASSUMED = "a100"
 """Device of the plan where SLURM does not name one that the planner knows."""
-_GPU_MODEL = re.compile(r"[A-Za-z0-9_.]+")  # what the plugin accepts
-
-
 Reasoned = tuple[str, str]
 """A value and where it is from."""
 
@@ -289,15 +267,54 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     qos, qos_why = (request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account)
     same = partition.name == offer.partition.name
     stages_qos, stages_qos_why = (qos, qos_why) if same else _qos(facts, partition, account)
-    stages = _place(facts, partition, partition.up, account, stages_qos)
-    vectors = _place(facts, offer.partition, offer.nodes, account, qos) if offer.gpus else stages
     (status, status_why), (device, device_why) = _status_command(facts), _device(offer)
-    machine, why = _machine(facts, request, offer, account, qos)
+
+    def place(partition: Partition, nodes: list[Node], qos: str) -> Place:
+        """The partition with the most that a job of one node may request there."""
+        memory = [partition.memory_mb(node) for node in nodes]
+        cpus = max(partition.cpus(node) for node in nodes)
+        limit_min, _ = facts.limit(partition, account, qos)
+        return Place(partition.name, qos, limit_min, max(memory) if all(memory) else 0, cpus)
+
+    stages = place(partition, partition.up, stages_qos)
+    vectors = place(offer.partition, offer.nodes, qos) if offer.gpus else stages
     limits = [
-        f"at most {'any time' if place.limit_min is None else f'{place.limit_min} min'}"
-        f"{f' and {place.mem_mb} MB' if place.mem_mb else ''} in partition {place.partition}"
-        for place in dict.fromkeys((stages, vectors))
+        f"at most {'any time' if each.limit_min is None else f'{each.limit_min} min'}"
+        f"{f' and {each.mem_mb} MB' if each.mem_mb else ''} in partition {each.partition}"
+        for each in dict.fromkeys((stages, vectors))
     ]
+    limit, source = facts.limit(offer.partition, account, qos)
+    runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
+    below = "limit" if runtime == limit else f"a day, below the limit of {limit} min"
+    shares = [offer.gpus / node.gpus_of("") if offer.gpus else 1.0 for node in offer.nodes]
+    memory, memory_why = _memory(offer, shares)
+    select = facts.configuration.get("SelectType", "select/cons_tres")
+    gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
+    gpus, gpu = "", dict[str, str | int]()
+    if offer.gpus:
+        gpus = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
+        gpu = {"slurm_partition": _inner(offer.partition.name)} | ({"qos": _inner(qos)} if qos else {})
+        kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""  # as the plugin accepts it
+        if gres_only:
+            gpu["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
+        else:
+            gpu |= {"gpu": 1} | ({"gpu_model": _inner(kind)} if kind else {})
+        gpu["tasks_per_gpu"] = 0
+    options = {
+        "launcher": "slurm",
+        "nodes": request.nodes or "1",
+        "nproc_per_node": offer.gpus or 1,
+        "slurm_partition": offer.partition.name,
+        "slurm_account": account,
+        "qos": qos,
+        "gres" if gres_only else "gpus_per_node": f"gpu:{gpus}" if gpus and gres_only else gpus,
+        "runtime": runtime,
+        "mem_mb": memory,
+        "cpus_per_task": max(1, int(min(offer.partition.cpus(n) * share for n, share in zip(offer.nodes, shares)))),
+        "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
+    }
+    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
+    counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
     gpus = machine.gpus_per_node or machine.gres
     return Site(
         head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
@@ -307,66 +324,28 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         device=device,
         stages=stages,
         vectors=vectors,
-        gpu=_one_gpu(facts, offer, qos),
+        gpu=gpu,
         status_command=status,
-        why=why
-        | {
+        why={
+            "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
+            "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}of "
+            f"{' or '.join(map(str, counts))} on a node (sinfo)"
+            f"{f'; {select} supports only --gres (scontrol)' if gres_only else ''}",
+            "runtime": f"{'a day; there is no limit' if limit is None else below} of {source}",
+            "mem_mb": memory_why,
+            "cpus": f"{'all' if set(shares) == {1} else 'the share of its GPUs'} of the smallest node (sinfo, "
+            "scontrol)",
             "status_command": status_why,
-            "stages_partition": f"{chosen_for_stages} (sinfo)",
+            "stages_partition": chosen_for_stages,
             "account": account_why,
             "stages_qos": stages_qos_why,
             "growth": "; ".join(limits),
             "device": device_why,
-            "partition": chosen if request.partition else f"{chosen} (sinfo)",
+            "partition": chosen,
             "qos": qos_why,
-            "gpu": "this site supports only --gres"
-            if _gres_only(facts)
-            else "gpu_model is the site's name of it (sinfo)",
+            "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (sinfo)",
         },
     )
-
-
-def _machine(
-    facts: SlurmFacts, request: Request, offer: Offer, account: str, qos: str
-) -> tuple[Machine, dict[str, str]]:
-    """The machine of train and the reasons of its values."""
-    partition = offer.partition
-    limit, source = facts.limit(partition, account, qos)
-    runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
-    shares = [offer.gpus / node.gpus_of("") if offer.gpus else 1.0 for node in offer.nodes]
-    whole = all(share == 1 for share in shares)
-    cpus = min(partition.cpus(node) * share for node, share in zip(offer.nodes, shares))
-    memory, memory_why = _memory(offer, shares)
-    per_node = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
-    gres_only = _gres_only(facts)
-    options = {
-        "launcher": "slurm",
-        "nodes": request.nodes or "1",
-        "nproc_per_node": offer.gpus or 1,
-        "slurm_partition": partition.name,
-        "slurm_account": account,
-        "qos": qos,
-        "gpus_per_node": per_node if offer.gpus and not gres_only else "",
-        "gres": f"gpu:{per_node}" if offer.gpus and gres_only else "",
-        "runtime": runtime,
-        "mem_mb": memory,
-        "cpus_per_task": max(1, int(cpus)),
-        "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
-    }
-    machine: Machine = check_options(Machine, options, f"partition {partition.name}")
-    counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
-    if limit is None:
-        runtime_why = f"a day; there is no limit of {source}"
-    else:
-        runtime_why = f"{'limit' if limit <= DAY_MIN else f'a day, below the limit of {limit} min'} of {source}"
-    return machine, {
-        "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
-        "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}of {' or '.join(map(str, counts))} on a "
-        f"node (sinfo){f'; {gres_only} supports only --gres (scontrol)' if gres_only else ''}",
-        "runtime": runtime_why,
-        "mem_mb": memory_why,
-        "cpus": f"{'all' if whole else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)",
-    }
 
 
 def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:
@@ -380,39 +359,6 @@ def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:
     if any(megabytes < node.memory_mb for megabytes, node in zip(usable, offer.nodes)):
         return min(usable), f"limit of partition {offer.partition.name} per node (scontrol)"
     return 0, f"all of a node's memory, {min(usable)} MB or more (sinfo)"
-
-
-def _gres_only(facts: SlurmFacts) -> str:
-    """The SelectType that does not know --gpus-per-node and --gpus; empty if they work."""
-    select = facts.configuration.get("SelectType", "select/cons_tres")
-    return "" if select == "select/cons_tres" else select
-
-
-def _place(facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str) -> Place:
-    """The partition with the most that a job of one node may request there."""
-    memory = [partition.memory_mb(node) for node in nodes]
-    return Place(
-        partition=partition.name,
-        qos=qos,
-        limit_min=facts.limit(partition, account, qos)[0],
-        mem_mb=max(memory) if all(memory) else 0,
-        cpus=max(partition.cpus(node) for node in nodes),
-    )
-
-
-def _one_gpu(facts: SlurmFacts, offer: Offer, qos: str) -> dict[str, str | int]:
-    """Keys of a stage on one GPU."""
-    if not offer.gpus:
-        return {}
-    keys: dict[str, str | int] = {"slurm_partition": _inner(offer.partition.name)}
-    if qos:
-        keys["qos"] = _inner(qos)
-    kind = offer.kind if _GPU_MODEL.fullmatch(offer.kind) else ""
-    if _gres_only(facts):
-        keys["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
-    else:
-        keys |= {"gpu": 1} | ({"gpu_model": _inner(kind)} if kind else {})
-    return keys | {"tasks_per_gpu": 0}
 
 
 def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned:
@@ -455,8 +401,8 @@ def _device(offer: Offer) -> Reasoned:
         if known := known_device(name):
             slice_ = "; a slice has less memory than it assumes" if offer.sliced else ""
             # such as gpu_40gb beside a100; 40g may be the network's
-            told = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]
-            sized = {known_device(f"{known} {feature}"): f" and feature {feature}" for feature in told}
+            named = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]
+            sized = {known_device(f"{known} {feature}"): f" and feature {feature}" for feature in named}
             sized.pop(known, None)
             if len(sized) == 1 and not offer.sliced:
                 ((known, more),) = sized.items()

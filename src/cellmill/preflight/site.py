@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -94,7 +93,7 @@ class Partition:
         return 0 if node.memory_mb <= 1 else min(filter(None, (node.memory_mb, self.max_mem_mb, by_cpu)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlurmFacts:
     """SLURM's answers."""
 
@@ -108,20 +107,18 @@ class SlurmFacts:
     default_account: str = ""
     qos_min: dict[str, int] = field(default_factory=dict)
     """Minutes that a job may take in each QOS that has such a limit."""
-    groups: frozenset[str] = frozenset()
+    groups: set[str] = field(default_factory=set)
     """Unix groups of this user."""
 
     def usable(self) -> list[Partition]:
         """Partitions that are up, have a node that is up, and accept this user."""
-        return [part for part in self.partitions.values() if part.state == "up" and part.up and self._accepts(part)]
 
-    def _accepts(self, partition: Partition) -> bool:
-        lists = (
-            (partition.accounts, set(self.accounts)),
-            (partition.qos, self.qos_of("")),
-            (partition.groups, set(self.groups)),
-        )
-        return not partition.reserved and all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
+        def accepts(part: Partition) -> bool:
+            lists = ((part.accounts, self.accounts.keys()), (part.qos, self.qos_of("")), (part.groups, self.groups))
+            return all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
+
+        parts = self.partitions.values()
+        return [part for part in parts if part.state == "up" and part.up and not part.reserved and accepts(part)]
 
     def qos_of(self, account: str) -> set[str]:
         """QOS of an account of this user; of all of them for an unknown one."""
@@ -154,33 +151,25 @@ def ask_slurm() -> SlurmFacts:
         raise UserError(f"{error}; {remedy}") from None
     if not partitions:
         raise UserError("sinfo lists no partition; expected at least one")
+    facts = SlurmFacts(partitions, configuration)
     try:
         ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
-        no_accounting = ""
     except CommandError as error:
-        no_accounting = str(error)
+        facts.no_accounting = str(error)
     accounts: dict[str, set[str]] = defaultdict(set)
-    default, qos_min = "", {}
     user = getpass.getuser()
-    try:
+    with suppress(CommandError):  # without them a profile names no account
         for account, _, qos in _sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS"):
             accounts[account] |= set(qos.split(",")) - {""}
-        default = next(
-            (name for (name,) in _sacctmgr(1, "user", user, "format=DefaultAccount") if name != "(null)"), ""
-        )
+        defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
         rows = _sacctmgr(2, "qos", "format=Name,MaxWall")
-        qos_min = {name: limit for name, text in rows if (limit := minutes(text or "UNLIMITED")) is not None}
-    except CommandError:  # without them a profile names no account
-        accounts.clear()
-    return SlurmFacts(
-        partitions,
-        configuration,
-        no_accounting,
-        {name: qos for name, qos in accounts.items() if name},
-        default,
-        qos_min,
-        frozenset(_groups()),
-    )
+        facts.qos_min = {name: limit for name, text in rows if (limit := minutes(text or "UNLIMITED")) is not None}
+        facts.default_account = next((name for (name,) in defaults if name != "(null)"), "")
+        facts.accounts = {name: qos for name, qos in accounts.items() if name}
+    for number in {os.getgid(), *os.getgroups()}:
+        with suppress(KeyError):  # a group without a name
+            facts.groups.add(grp.getgrgid(number).gr_name)
+    return facts
 
 
 def _partitions(
@@ -213,18 +202,9 @@ def _partitions(
                 own_qos=",".join(_names(rule.get("QoS")) or ()),
                 reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
             )
-        known = nodes.get(host, {})
-        usable = limit(known.get("CPUEfctv") or known.get("CPUTot")) or int(cpus)
-        partitions[name].nodes.append(
-            Node(
-                host,
-                node_state,
-                gpus_in(gres),
-                min(int(cpus), usable),
-                int(memory),
-                frozenset(features.split(",")) - {"(null)", ""},
-            )
-        )
+        known, named = nodes.get(host, {}), frozenset(features.split(",")) - {"(null)", ""}
+        n_cpus = min(int(cpus), limit(known.get("CPUEfctv") or known.get("CPUTot")) or int(cpus))
+        partitions[name].nodes.append(Node(host, node_state, gpus_in(gres), n_cpus, int(memory), named))
     return partitions
 
 
@@ -244,13 +224,6 @@ def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
     if any(len(row) != columns for row in rows):
         raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
     return rows
-
-
-def _groups() -> Iterator[str]:
-    """Names of this user's Unix groups; those without a name are left out."""
-    for number in {os.getgid(), *os.getgroups()}:
-        with suppress(KeyError):
-            yield grp.getgrgid(number).gr_name
 
 
 def limit(text: str | None) -> int | None:
