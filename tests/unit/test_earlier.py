@@ -12,7 +12,7 @@ from cellmill.config.load import stored_options
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import Wanted, identity, is_done
+from cellmill.runs.identity import identity, is_done
 
 TREE: dict[str, Any] = {
     "tokens": {"max_tokens": 64},
@@ -28,9 +28,10 @@ def options(**train: Any) -> Any:
     return stored_options(TREE | {"train": TREE["train"] | length | train}, "test")
 
 
-def wanted(steps: int, data: str = "aaaa", **train: Any) -> Wanted:
+def wanted(steps: int, data: str = "aaaa", **train: Any) -> tuple[dict[str, Any], int]:
+    """run.json and steps of a requested training."""
     given = train if "epochs" in train else train | {"steps": steps}
-    return Wanted(identity(options(**given), None), data, steps)
+    return {"identity": identity(options(**given), None), "fingerprint": data}, steps
 
 
 def trained(path: Path, step: int, **progress: int) -> TrainFolder:
@@ -52,7 +53,7 @@ def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, steps: int
 ) -> None:
     folder = trained(tmp_path, step)
-    assert not is_done(folder, wanted(steps))
+    assert not is_done(folder, *wanted(steps))
     assert capsys.readouterr().out == (
         f"{folder.path}: going on from step {step} of 10, now {steps}: from here the learning rate is that of a run of "
         "the new length\n"
@@ -66,20 +67,20 @@ def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_rais
 ) -> None:
     folder = trained(tmp_path, 6, stale_validations=3)
     for steps in (10, 20):
-        assert is_done(folder, wanted(steps, early_stop_patience=3))
+        assert is_done(folder, *wanted(steps, early_stop_patience=3))
     assert "ended early at step 6, after 3 validations without an improvement; raise train.early_stop_patience (3)" in (
         capsys.readouterr().out
     )
     assert json.loads((folder.path / "status.json").read_text())["state"] == "done"
-    assert not is_done(folder, wanted(10, early_stop_patience=4))
+    assert not is_done(folder, *wanted(10, early_stop_patience=4))
     assert not (folder.path / "status.json").exists()
 
 
 def test_the_same_number_of_steps_written_as_epochs_is_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert is_done(trained(tmp_path / "a", 10), wanted(10, epochs=2.0))
-    assert not is_done(trained(tmp_path / "b", 6), wanted(10, epochs=2.0))
+    assert is_done(trained(tmp_path / "a", 10), *wanted(10, epochs=2.0))
+    assert not is_done(trained(tmp_path / "b", 6), *wanted(10, epochs=2.0))
     assert capsys.readouterr().out == ""
 
 
@@ -87,7 +88,7 @@ def test_the_same_number_of_steps_written_as_epochs_is_the_same_run(
 def test_a_length_that_ends_before_the_step_reached_is_refused(tmp_path: Path, step: int, steps: int) -> None:
     folder = trained(tmp_path, step)
     with pytest.raises(ConfigError) as error:
-        is_done(folder, wanted(steps))
+        is_done(folder, *wanted(steps))
     assert str(error.value) == (
         f"{folder.path}: it holds a training of {step} steps, and 10 steps in all were lowered to {steps}; set "
         f"train.steps above {step}, or set that training aside and start afresh with `cellmill train --restart` (of a "
@@ -101,8 +102,8 @@ def test_other_data_are_refused_unless_a_restart_is_asked_for(tmp_path: Path, st
     folder = trained(tmp_path, step)
     for steps in (10, 20):
         with pytest.raises(ConfigError, match=r"trained on data aaaa, the shards are now bbbb; .* --restart`"):
-            is_done(folder, wanted(steps, "bbbb"))
-    assert not is_done(folder, wanted(10, "bbbb"), restart=True)
+            is_done(folder, *wanted(steps, "bbbb"))
+    assert not is_done(folder, *wanted(10, "bbbb"), restart=True)
     assert (folder.saved_step(), (folder.path / "status.json").exists()) == (0, False)
 
 
@@ -110,10 +111,10 @@ def test_a_restart_of_the_same_run_is_no_restart_and_of_another_length_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained(tmp_path, 6)
-    assert not is_done(folder, wanted(10), restart=True)
+    assert not is_done(folder, *wanted(10), restart=True)
     assert folder.saved_step() == 6
     assert "--restart changes nothing" in capsys.readouterr().out
-    assert not is_done(folder, wanted(20), restart=True)
+    assert not is_done(folder, *wanted(20), restart=True)
     assert capsys.readouterr().out == (
         f"restart (train.steps 10 -> 20): the earlier training is now in {folder.path}/superseded-001\n"
     )

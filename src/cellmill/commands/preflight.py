@@ -20,7 +20,6 @@ from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout
-from cellmill.config.workflow import RunConfig
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.obs import choose_obs
@@ -61,9 +60,13 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             print(shown[-1], flush=True)
         return all(check.verdict != "no" for check in shown[before:])
 
-    parsed, pipeline = read_profile(profile), _configuration(config)
-    runs = {} if isinstance(pipeline, Check) else pipeline.runs
-    ask = cache(ask_slurm)
+    parsed, ask = read_profile(profile), cache(ask_slurm)
+    pipeline: Workflow | Check
+    try:
+        pipeline = load_config(config)
+        runs = pipeline.runs
+    except ConfigError as error:
+        pipeline, runs = no("configuration", str(error)), {}
     facts: dict[str, dict[str, Any]] = {}
     jobs: dict[str, NodeCheck | Check] = {}
     for name in sorted({run.machine or "" for run in runs.values()} or {""}):  # "" for runs that name none
@@ -89,7 +92,13 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             jobs[name] = NodeCheck(machine, parsed.device(name), out / of_machine(parsed.name, name), 60 * wait_min)
     if facts:
         if parsed.options.get("executor") == "slurm":
-            show(check_slurm(ask, partial(check_stages, parsed, _unused_stages(runs))))
+            sections = [run.evaluate for run in runs.values()]
+            unused = set[str]()  # stages that no run can need
+            if not any(section.external for section in sections):
+                unused.add("embed_external")
+            if not any("perturbation" in section.tasks for section in sections):
+                unused.add("predict_changes")
+            show(check_slurm(ask, partial(check_stages, parsed, unused)))
         show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
     for name, job in jobs.items():
         show([job] if isinstance(job, Check) else job.run(), name)
@@ -108,14 +117,6 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     if reasons:
         raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
     print("go", flush=True)
-
-
-def _configuration(config: Path) -> Workflow | Check:
-    """The configuration, or what is wrong with it."""
-    try:
-        return load_config(config)
-    except ConfigError as error:
-        return no("configuration", str(error))
 
 
 def check_profile(machine: Machine, profile: Profile, typed: str, name: str = "") -> Iterator[Check]:
@@ -146,16 +147,6 @@ def check_profile(machine: Machine, profile: Profile, typed: str, name: str = ""
         yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
     elif gpus > each:
         yield doubt("processes", f"{each} on each node leave {gpus - each} of {gpus} GPUs idle", remedy)
-
-
-def _unused_stages(runs: dict[str, RunConfig]) -> set[str]:
-    """Stages that no run can need."""
-    sections = [run.evaluate for run in runs.values()]
-    needed = {
-        "embed_external": any(section.external for section in sections),
-        "predict_changes": any("perturbation" in section.tasks for section in sections),
-    }
-    return {stage for stage, is_needed in needed.items() if not is_needed}
 
 
 def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:

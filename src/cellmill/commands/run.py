@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from cellmill.commands.status import living_jobs, train_folder, train_log, until_interrupted
@@ -23,7 +22,7 @@ from cellmill.config.plugin import by_name, in_one_line
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json
 from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
-from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.queue import Queue
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import CANCELLED, Jobs
@@ -36,22 +35,37 @@ SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
 
 
 def attach(*, run: str, results: Path) -> None:
-    """Follow the job of `run`. Raises Stopped if it stopped with its state saved, UserError if it failed or if nothing
-    is running."""
-    train = train_folder(results, run)
-    queue, holder = Queue(TICK_S), holder_of(train)
+    """Follow the training of `run`. Raises Stopped if it stopped with its state saved, UserError if it failed or if
+    nothing is running."""
+    train, queue, job, follower = train_folder(results, run), Queue(TICK_S), None, None
+    holder = holder_of(train)
     if holder is not None and not holder.follows:  # then no job of this run is alive
-        what, follow_it = "the training", partial(_follow_local, train, holder, train_log(results, run))
-    elif (job := next(iter(living_jobs(train, queue)), None)) is not None:
-        what, follow_it = f"job {job.job_id}", partial(_follow_job, train, job, queue)
+        what, who, log = "the training", holder.text, train_log(results, run)
+        if not log.exists():
+            raise UserError(f"trained by {who}, which prints where it was started: {log} does not exist")
+    elif living := living_jobs(train, queue):
+        job = living[0]
+        what = who = f"job {job.job_id}"
+        if (folder := Jobs(train).folder(job.name)) is None:
+            raise UserError(f"{who} has the name {job.name}, but its folder is missing: there is no log")
+        log = folder / f"{job.job_id}_0_log.out"
     else:
         raise UserError(f"{run}: no job is queued or running, and no training runs on this machine")
     try:
-        end_state = follow_it()
+        say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
+        tail = Tail(log)
+        if log.exists() and log.stat().st_size > TAIL_BYTES:
+            with open(log, "rb") as file:
+                file.seek(-TAIL_BYTES, 2)
+                file.readline()  # incomplete
+                tail.position = file.tell()
+        if job is not None:
+            follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
+        follow_run(tail, follower.alive if follower is not None else lambda: holder_of(train) is not None)
     except KeyboardInterrupt:
         print(f"\nno longer following; {what} goes on")
         return
-    _report_end(train, what, end_state)
+    _report_end(train, what, "" if follower is None else follower.state.name)
 
 
 def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
@@ -62,55 +76,22 @@ def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
     tail.read()
 
 
-def _last_lines(who: str, log: Path) -> Tail:
-    """The log from its last lines on."""
-    say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
-    tail = Tail(log)
-    if log.exists() and log.stat().st_size > TAIL_BYTES:
-        with open(log, "rb") as file:
-            file.seek(-TAIL_BYTES, 2)
-            file.readline()  # incomplete
-            tail.position = file.tell()
-    return tail
-
-
-def _follow_job(train: Path, job: QueuedJob, queue: Queue) -> str:
-    """Follow a job to its end; return its final state."""
-    jobs = Jobs(train)
-    record = jobs.record(job.job_id, job.name)
-    folder = record.path if record is not None else jobs.folder(job.name)
-    if folder is None:
-        raise UserError(f"job {job.job_id} has the name {job.name}, but its folder is missing: there is no log")
-    tail = _last_lines(f"job {job.job_id}", folder / f"{job.job_id}_0_log.out")
-    follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
-    follow_run(tail, follower.alive)
-    return follower.state.name
-
-
-def _follow_local(train: Path, holder: Holder, log: Path) -> str:
-    if not log.exists():
-        raise UserError(f"trained by {holder.text}, which prints where it was started: {log} does not exist")
-    follow_run(_last_lines(holder.text, log), lambda: holder_of(train) is not None)
-    return ""
-
-
 def _report_end(train: Path, what: str, end_state: str) -> None:
     """Print how the training ended. Raises Stopped or UserError if the run is not done."""
     ended = f"{what} ended{f' with {end_state}' if end_state else ''}"
-    folder = TrainFolder(train)
-    newest = Jobs(train).newest()
+    folder, newest = TrainFolder(train), Jobs(train).newest()
     error = newest.error if end_state and newest is not None else None
     if end_state == "COMPLETED" and not error:
         settle(lambda: folder.state() in ("done", "stopped"), train, SETTLE_S, time.sleep)
     if folder.state() == "done":
         print(f"{ended}: the training is done")
         return
-    saved = folder.saved_step()
     if error:
         raise UserError(f"{ended}: {error}")
+    saved = f"{ended}; saved at step {folder.saved_step()}"
     if folder.state() == "stopped" or end_state in ("", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"):
-        raise Stopped(f"{ended}; saved at step {saved}")
-    raise UserError(f"{ended}; saved at step {saved}; `cellmill logs {train.parent.name}` shows its output")
+        raise Stopped(saved)
+    raise UserError(f"{saved}; `cellmill logs {train.parent.name}` shows its output")
 
 
 LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
@@ -199,11 +180,9 @@ def follow(*, run: str, to: str, results: Path) -> None:
 
     def ended() -> str:
         """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
-        if holder_of(train) is not None:
-            time.sleep(POLL_S)
-            return ""
-        if living_jobs(train, queue):  # whose launcher left it
-            time.sleep(QUEUE_S)
+        locked = holder_of(train) is not None
+        if locked or living_jobs(train, queue):  # a job whose launcher left it
+            time.sleep(POLL_S if locked else QUEUE_S)
             return ""
         state = TrainFolder(train).state()
         return state if state in ("done", "stopped") else "failed"
@@ -212,14 +191,12 @@ def follow(*, run: str, to: str, results: Path) -> None:
         follower.follow(ended)
     except KeyboardInterrupt:
         print(f"\nno longer sending {run}; run the same command to resume")
-    except UserError:
-        raise
-    except Exception as error:  # of the tracker's library
-        if isinstance(error, OSError) and error.filename is not None:  # of a file, and no ConnectionError
+    except Exception as error:
+        # the tracker's library raises what it likes; an OSError of a file names it, and a ConnectionError does not
+        if isinstance(error, UserError) or (isinstance(error, OSError) and error.filename is not None):
             raise
-        raise UserError(
-            without_secrets(f"tracker {to!r}: {in_one_line(error)}; run the same command to resume")
-        ) from error
+        line = without_secrets(f"tracker {to!r}: {in_one_line(error)}; run the same command to resume")
+        raise UserError(line) from error
     print(f"{run}: sent {follower.n_lines} lines and {follower.n_artifacts} files to {to}")
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,13 +34,11 @@ from cellmill.track.follow import CurveTail, kind_of
 def run_names(results: Path) -> list[str]:
     """Every run under `results`. Raises UserError if it is not the results folder of a workflow."""
     folder = results / "runs"
-    if not folder.is_dir():
-        if results.is_dir() or any(
-            (results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")
-        ):
-            return []
-        raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if folder.is_dir():
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if results.is_dir() or any((results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")):
+        return []
+    raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
 
 
 def train_folder(results: Path, run: str) -> Path:
@@ -81,9 +79,11 @@ KILLED = "stopped (killed)"
 
 def status(*, runs: list[str], results: Path) -> None:
     """Print the table of `runs`, or of all runs under `results`."""
-    stages = waiting_stages(results)
-    names = runs or run_names(results)
-    folders = {name: train_folder(results, name) for name in names}
+    stages, workflow = [], results.resolve().parent
+    if (workflow / ".snakemake").is_dir() and shutil.which("squeue") is not None:
+        with suppress(CommandError):
+            stages = waiting_lines(stage_jobs(workflow))
+    folders = {name: train_folder(results, name) for name in runs or run_names(results)}
     if not folders:
         print("\n".join([f"{results / 'runs'}: no run yet", *stages]))
         return
@@ -96,23 +96,22 @@ def status(*, runs: list[str], results: Path) -> None:
             notes += [waits] if waits else []
         except Exception as error:  # one damaged run hides no other
             rows.append([name, "?", *"-" * (len(HEAD) - 2)])
-            line = f"unexpected content in a file of {train} ({in_one_line(error)})"
+            line = str(error)
             if isinstance(error, OSError):
                 line = f"{error.filename}: {error.strerror}"
-            notes.append(f"{name}: {error if isinstance(error, UserError) else line}")
-    print(table(rows))
-    for note in [*notes, *stages]:
-        print(note)
+            elif not isinstance(error, UserError):
+                line = f"unexpected content in a file of {train} ({in_one_line(error)})"
+            notes.append(f"{name}: {line}")
+    print(table(rows), *notes, *stages, sep="\n")
 
 
 def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
     """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the reason."""
 
     def may_be_alive(train: Path) -> bool:
-        try:
+        with suppress(UserError, OSError):  # reported in its own row
             return Jobs(train).may_be_alive()
-        except (UserError, OSError):  # reported in its own row
-            return False
+        return False
 
     if not any(map(may_be_alive, trains)):
         return None, ""
@@ -124,32 +123,17 @@ def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
         return None, f"no usable answer from squeue ({error}): jobs are shown as last recorded"
 
 
-def waiting_stages(results: Path) -> list[str]:
-    """Lines about stages of this workflow that wait in the queue, with SLURM's reasons."""
-    folder = results.resolve().parent
-    if not (folder / ".snakemake").is_dir() or shutil.which("squeue") is None:
-        return []
-    try:
-        return waiting_lines(stage_jobs(folder))
-    except CommandError:
-        return []
-
-
 def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[str], str]:
     """Cells of a run in the table, and a line that says what its job waits for; empty if it only has to wait."""
     holder, folder = holder_of(train), TrainFolder(train)
     job_id, slurm = job_of(train, queued, holder is not None)
     state = state_of(train, slurm, holder)
     curve, progress = read_lines(train / "metrics.jsonl", TAIL_BYTES), progress_of(train)
-
-    def newest(key: str) -> Any:
-        return next((line[key] for line in reversed(curve) if key in line), None)
-
     step = max([line["step"] for line in curve], default=progress.get("step"))
     plan = train.parent / "plan.json"
     steps = progress.get("steps") or (read_json(plan).get("steps") if plan.exists() else None)
-    loss, left = newest("loss"), newest("left_s") if state == "running" else None
-    loss = progress.get("train_loss") if loss is None else loss
+    loss = newest("loss", curve).get("loss", progress.get("train_loss"))
+    left = newest("left_s", curve).get("left_s") if state == "running" else None
     age = time.time() - (train / "metrics.jsonl").stat().st_mtime if curve else None
     cells = [
         name,
@@ -169,23 +153,28 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
     return cells, "" if why == slurm.text else f"{name}: job {job_id}: {why}"
 
 
+def newest(key: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last of the lines of a curve that has `key`; empty without one."""
+    return next((line for line in reversed(lines) if key in line), {})
+
+
 def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str, JobState | None]:
     """Id and state of the run's newest job: SLURM's if it gave one, else the last on record."""
     jobs = Jobs(train)
     for job in queued or ():
         if jobs.owns(job.name):
             return job.job_id, job.state
-    newest = jobs.newest()
-    if newest is None:
+    record = jobs.newest()
+    if record is None:
         return "", None
-    recorded = JobState(newest.state, newest.reason)
-    if newest.ended_at is not None or queued is None:
-        return newest.job_id, recorded
+    recorded = JobState(record.state, record.reason)
+    if record.ended_at is not None or queued is None:
+        return record.job_id, recorded
     for job in queued:
-        if job.job_id == newest.job_id:  # of another name: an allocation, which outlives what is started in it
+        if job.job_id == record.job_id:  # of another name: an allocation, which outlives what is started in it
             return job.job_id, job.state if held else JobState(GONE, "the allocation goes on")
-    state = Queue(POLL_S).state(newest.job_id, newest.name)  # ended while nobody followed it
-    return newest.job_id, recorded if state.name == UNKNOWN else state
+    state = Queue(POLL_S).state(record.job_id, record.name)  # ended while nobody followed it
+    return record.job_id, recorded if state.name == UNKNOWN else state
 
 
 def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
@@ -198,11 +187,11 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
         return "queued" if slurm.name in WAITING else "running"
     if holder is not None:
         return "queued"  # its launcher is about to submit the next job
-    newest, local = Jobs(train).newest(), read_local(train)
-    if local and (newest is None or local[-1]["started_at"] > newest.submitted_at):
+    record, local = Jobs(train).newest(), read_local(train)
+    if local and (record is None or local[-1]["started_at"] > record.submitted_at):
         return {"FAILED": "failed", None: KILLED, "KILLED": KILLED}.get(local[-1]["how"], "stopped")
-    if newest is not None:
-        failed = newest.error is not None or (slurm is not None and slurm.name not in STOPPED)
+    if record is not None:
+        failed = record.error is not None or (slurm is not None and slurm.name not in STOPPED)
         return "failed" if failed else "stopped"
     if TrainFolder(train).state() == "running":
         return KILLED
@@ -211,15 +200,11 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
 
 def table(rows: list[list[str]]) -> str:
     """Columns separated by two spaces; numbers right-aligned."""
-    cells = [list(HEAD), *rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if head in RIGHT_ALIGNED else text.ljust(width)
-            for text, width, head in zip(line, widths, HEAD)
-        ).rstrip()
-        for line in cells
-    )
+    columns = []
+    for head, *texts in zip(HEAD, *rows):
+        width = max(map(len, (head, *texts)))
+        columns.append([f"{text:{'>' if head in RIGHT_ALIGNED else '<'}{width}}" for text in (head, *texts)])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns))
 
 
 ENDED = ("done", "failed", "stopped", KILLED)
@@ -273,15 +258,12 @@ class WatchedRun:
                 raise UserError(f"{self._train}: the run's folder was deleted")
             return "not begun"
         self._seen = True
-        lines = self._tail.read()
-        if lines:  # a resume goes back to the last checkpoint
-            first = lines[0]["step"]
-            self._lines = {key: line for key, line in self._lines.items() if key[0] <= first}
-        self._lines |= {(line["step"], kind_of(line)): line for line in lines}
+        if lines := self._tail.read():  # a resume goes back to the last checkpoint
+            self._lines = {key: line for key, line in self._lines.items() if key[0] <= lines[0]["step"]}
+            self._lines |= {(line["step"], kind_of(line)): line for line in lines}
         holder = holder_of(self._train)
-        state = state_of(self._train, job_of(self._train, None, holder is not None)[1], holder)
         self._steps = progress_of(self._train).get("steps", self._steps)
-        return state
+        return state_of(self._train, job_of(self._train, None, holder is not None)[1], holder)
 
     def losses(self) -> list[float]:
         """The training loss of each line."""
@@ -289,16 +271,17 @@ class WatchedRun:
 
     def pieces(self, state: str) -> list[str]:
         """The view in short texts."""
-        step = max((number for number, _ in self._lines), default=None)
+        lines = list(self._lines.values())
+        line, step = newest("loss", lines), max((each["step"] for each in lines), default=None)
         of = f"/{self._steps} ({(step or 0) / self._steps:.0%})" if self._steps else ""
         shown = [f"{self._name}: {state}", "" if step is None else f"step {step}{of}"]
-        line = self._newest("loss")
         shown += ["loss {loss:.4g}".format(**line)] if line else []
         shown += ["lr {lr:.2e}".format(**line)] if "lr" in line else []
-        if validation := self._newest("val_loss"):
-            shown.append("validation {val_loss:.4g} at step {step}".format(**validation))
-        if ranked := self._newest("effective_rank"):
-            shown.append("effective rank {effective_rank:.1f}".format(**ranked))
+        for key, text in (
+            ("val_loss", "validation {val_loss:.4g} at step {step}"),
+            ("effective_rank", "effective rank {effective_rank:.1f}"),
+        ):
+            shown += [text.format(**with_key)] if (with_key := newest(key, lines)) else []
         shown += ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
         if state == "running" and line:
             with suppress(OSError):
@@ -311,9 +294,6 @@ class WatchedRun:
             shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
             shown.append(f"last line {span(age_s)} ago")
         return [text for text in shown if text]
-
-    def _newest(self, key: str) -> dict[str, Any]:
-        return next((line for line in reversed(self._lines.values()) if key in line), {})
 
 
 class Screen:

@@ -118,7 +118,7 @@ class NodeTask:
             while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
                 code = self.run_agent(node, restarts.done, stop, attempt)
             if attempt is not None:
-                attempt.end(code)
+                attempt.note(ended_at=time.time(), exit_code=code)
             if code and oom_kills() > kills_before and not self.error.exists():  # which a process may have left
                 write_text(
                     self.error,
@@ -194,33 +194,28 @@ class Attempt:
     """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting; and its sign of life."""
 
     def __init__(self, task: NodeTask, node: StepNode, own: Claim) -> None:
-        self.own = own
-        now, nodes = time.time(), len(node.hosts)
+        self.own, nodes = own, len(node.hosts)
         self.path = Path(task.folder) / f"attempt-{requeues():03}.json"
         self.value: dict[str, Any] = {
             "job_id": node.job_id,
-            "started_at": now,
-            "seen_at": now,
+            "started_at": time.time(),
+            "seen_at": None,
             "ended_at": None,
             "hosts": node.hosts,
             "processes": nodes * task.nproc_per_node,
             "gpus": nodes * task.gpus_per_node,
             "exit_code": None,
         }
-        self._write()
+        self.note()
 
     def seen(self) -> None:
         """Say that the job lives. Raises Claimed if another job has taken the run over."""
         self.own.renew()
-        if (now := time.time()) - self.value["seen_at"] > SEEN_EVERY_S:
-            self._write(seen_at=now)
+        if time.time() - self.value["seen_at"] > SEEN_EVERY_S:
+            self.note()
 
-    def end(self, code: int) -> None:
-        now = time.time()
-        self._write(seen_at=now, ended_at=now, exit_code=code)
-
-    def _write(self, **changes: float) -> None:
-        self.value |= changes
+    def note(self, **changes: float) -> None:
+        self.value |= {"seen_at": time.time()} | changes
         write_if_room(self.path, self.value)
 
 

@@ -11,6 +11,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,11 +87,10 @@ class ShortJobs:
 
 def _elapsed_s(record: JobRecord) -> float:
     """Seconds that a job ran, by the files that it wrote itself; 0 if it left none."""
-    try:
-        attempts = record.attempts()
-    except DataError:
-        return 0.0
-    return sum(float(each["ended_at"] or each["seen_at"]) - float(each["started_at"]) for each in attempts[-1:])
+    with suppress(DataError):
+        for last in record.attempts()[-1:]:
+            return float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
+    return 0.0
 
 
 INFRASTRUCTURE = frozenset(

@@ -233,14 +233,12 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
             yield no(what, str(error))
             continue
         # a request grows with the attempt: if the last one fits, all do
-        problem, attempt = _problem(machines[-1], facts), attempts[-1]
-        if problem is None:
+        last = _problem(machines[-1], facts)
+        if last is None:
             yield ok(what, f"fits {request_text(machines[0])}")
             continue
-        for earlier, machine in zip(attempts[:-1], machines):
-            if found := _problem(machine, facts):
-                problem, attempt = found, earlier
-                break
+        earlier = ((_problem(machine, facts), attempt) for attempt, machine in zip(attempts, machines[:-1]))
+        problem, attempt = next(((found, attempt) for found, attempt in earlier if found), (last, attempts[-1]))
         keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace("gpus_per_node", "gpu")
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)

@@ -293,7 +293,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gpus, gpu = "", dict[str, str | int]()
     if offer.gpus:
         gpus = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
-        gpu = {"slurm_partition": _inner(offer.partition.name)} | ({"qos": _inner(qos)} if qos else {})
+        gpu |= {"slurm_partition": _inner(offer.partition.name)} | ({"qos": _inner(qos)} if qos else {})
         kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""  # as the plugin accepts it
         if gres_only:
             gpu["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")

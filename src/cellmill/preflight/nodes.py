@@ -7,13 +7,13 @@ ended, shared folder, versions, GPUs, clocks and network.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -45,10 +45,15 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
         return ok("job", f"{job} ran{where}" + (f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""))
     silent = [name for name in expand(end.nodes) if name not in hosts]
     if end.lost is not None or (silent and hosts):
-        names = ",".join(silent if end.lost is None else _hosts_of(end, end.lost[0]))
-        problem = f"{names} left nothing here" if end.lost is None else f"{names} could not start: {end.lost[1]}"
+        problem = "left nothing here"
+        if end.lost is not None:
+            tasks, reason = end.lost
+            problem, silent = f"could not start: {reason}", [tasks]  # the name of a node, or
+            if re.fullmatch(r"[\d,-]+", tasks):  # numbers: one task on each node, in the nodes' order
+                silent = [dict(enumerate(expand(end.nodes))).get(int(n), f"task {n}") for n in expand(f"[{tasks}]")]
+        names = ",".join(silent)
         remedy = f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
-        return no("shared folder", f"{problem}{log}", remedy)
+        return no("shared folder", f"{names} {problem}{log}", remedy)
     if end.error:
         return no("job", f"{end.error}{log}", f"{TRAIN} interface, modules or container may be wrong")
     ended = f"{job} ended with {end.state}{where} before"
@@ -59,16 +64,6 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
     remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
     return no("job", f"{ended} any process reported{last}{log}", remedy)
-
-
-def _hosts_of(end: End, tasks: str) -> list[str]:
-    """Hosts of the tasks `1`, `0-3` …: one task on each node, in the nodes' order."""
-    hosts = expand(end.nodes)
-    try:
-        numbers = [int(number) for number in expand(f"[{tasks}]")]
-    except ValueError:  # the name of a node
-        return [tasks]
-    return [hosts[i] if i < len(hosts) else f"task {i}" for i in numbers]
 
 
 def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], token: str) -> Iterator[Check]:
@@ -222,31 +217,45 @@ def node_file(node: int) -> str:
 
 
 class NodeCheck:
-    """The job of a preflight. `facts` is for the record: how it ran, and the nodes' reports."""
+    """The job of a preflight, and this machine's side of the shared folder: its time every second, and when it first
+    saw each report."""
 
     def __init__(self, machine: Machine, device: str, folder: Path, wait_s: float) -> None:
         self.machine, self.device, self.folder, self.wait_s = machine, device, folder, wait_s
         self.facts: dict[str, Any] = {}
+        """For the record: how the job ran, and the nodes' reports."""
+        self._token, self._path, self._seen = secrets.token_hex(8), Path(), dict[str, float]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def run(self) -> Iterator[Check]:
         """Run the job, then judge. Raises KeyboardInterrupt if a signal ended it."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        with Head() as head:
-            try:
-                with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
-                    end = run_once(partial(self._job, head), self._short(), self.folder, lock, self.wait_s)
-            except StillQueued as error:
-                remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
-                yield no("job", str(error), remedy)
-                return
-            except UserError as error:
-                yield no("job", str(error))
-                return
-            except OSError as error:
-                yield no("shared folder", f"{error.filename or self.folder}: {error.strerror}", "work in another")
-                return
-            nodes = head.collect(end)
+        limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}
+        short = {key: min(most, getattr(self.machine, key)) for key, most in limits.items()}
+        try:
+            with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
+                machine = self.machine.model_copy(update=short)
+                end = run_once(self._job, machine, self.folder, lock, self.wait_s)
+            if end.state in ("COMPLETED", GONE):
+                settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
+            self._look()
+        except StillQueued as error:
+            remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
+            yield no("job", str(error), remedy)
+            return
+        except UserError as error:
+            yield no("job", str(error))
+            return
+        except OSError as error:
+            yield no("shared folder", f"{error.filename or self.folder}: {error.strerror}", "work in another")
+            return
+        finally:
+            self._over.set()
+            if self._thread.is_alive():
+                self._thread.join()
+        nodes = [read_json(path) | {"seen": self._seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
         allreduce = read_json(end.path / ALLREDUCE) if (end.path / ALLREDUCE).exists() else None
         self.facts = {
             "job": {"id": end.job_id, "state": end.state, "nodes": end.nodes, "queued_s": end.queued_s},
@@ -255,54 +264,19 @@ class NodeCheck:
         }
         yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
         if nodes:
-            yield from judge_nodes(self.machine, self.device, nodes, head.token)
+            yield from judge_nodes(self.machine, self.device, nodes, self._token)
         if allreduce is not None:
             yield from judge_allreduce(self.machine.interface, nodes, allreduce)
 
-    def _short(self) -> Machine:
-        """The machine with the time limits of a short job."""
-        runtime, save_within_s = min(JOB_MIN, self.machine.runtime), min(SAVE_WITHIN_S, self.machine.save_within_s)
-        return self.machine.model_copy(update={"runtime": runtime, "save_within_s": save_within_s})
-
-    def _job(self, head: Head, path: Path) -> Job:
-        head.begin(path)
-        folder, machine = path.resolve(), self.machine
-        module, error = "cellmill.preflight.node_probe", str(folder / "error.txt")
-        return Job(module, [str(folder)], machine.node_counts[-1], machine.nproc_per_node, error_file=error)
-
-
-class Head:
-    """This machine's side of the shared folder: writes its time every second, and notes when each report appears."""
-
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(8)
-        self.seen: dict[str, float] = {}
-        """When each report was first seen."""
-        self._path = Path()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> Head:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def begin(self, path: Path) -> None:
-        """Write the first time to `path`, before anything is started there."""
+    def _job(self, path: Path) -> Job:
+        """The job; writes the first time to its folder, before anything is started there."""
         self._path = path
         self._write()
         if not self._thread.is_alive():
             self._thread.start()
-
-    def collect(self, end: End) -> list[dict[str, Any]]:
-        """The nodes' reports, once all are visible or no more can be expected; `seen` is when each was first seen."""
-        if end.state in ("COMPLETED", GONE):
-            settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
-        self._look()
-        return [read_json(path) | {"seen": self.seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
+        folder, machine = path.resolve(), self.machine
+        module, error = "cellmill.preflight.node_probe", str(folder / "error.txt")
+        return Job(module, [str(folder)], machine.node_counts[-1], machine.nproc_per_node, error_file=error)
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
@@ -311,8 +285,8 @@ class Head:
                 self._look()
 
     def _write(self) -> None:
-        write_json(self._path / HEAD, {"token": self.token, "time": time.time()})
+        write_json(self._path / HEAD, {"token": self._token, "time": time.time()})
 
     def _look(self) -> None:
         for file in self._path.glob("node-*.json"):
-            self.seen.setdefault(file.name, time.time())
+            self._seen.setdefault(file.name, time.time())

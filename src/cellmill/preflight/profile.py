@@ -32,11 +32,11 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import require_file
 
 Rules = dict[str, dict[str, Any]]
-"""Resources of the rules train and plan."""
+"""Resources by the entry of set-resources: `train`, `plan`, and `train.NAME` and `plan.NAME` of named machines."""
 _OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
 _OF_A_SITE = ("slurm_partition", "slurm_account", "qos", "constraint", "reservation")
 _DEFAULTS = {name: field.default for name, field in Machine.model_fields.items()}
-_EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}  # a machine that sets one does not inherit the other
+_EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,32 @@ class Profile:
     name: str = "profile"
     path: Path = Path("the profile")
     """Its file."""
-    train: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    rules: Rules = field(default_factory=dict)
     over: Path | None = None
     """The file of profiles/default, which Snakemake loads unasked and which wins key by key."""
-    named: dict[str, Rules] = field(default_factory=dict)
-    """Keys of each named machine that differ from those of train and plan."""
     options: dict[str, Any] = field(default_factory=dict)
     """Every option of Snakemake in it; mappings are lists of assignments."""
     trains: bool = True
     """False for a command that starts no training, such as --report, and needs no profile."""
 
+    @property
+    def train(self) -> dict[str, Any]:
+        return self.rules.get("train", {})
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self.rules.get("plan", {})
+
     def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
         """Keys of a rule that the named machine changes; none for no name or an unknown one."""
-        return self.named.get(machine or "", {}).get(rule, {})
+        return self.rules.get(of_machine(rule, machine), {}) if machine else {}
 
     def machine(self, name: str = "") -> Machine:
         """The machine of a training, or the one called `name`. Raises ConfigError naming the key that is wrong."""
-        if name and name not in self.named:
+        known = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
+        if name and name not in known:
             here = f"it has none; set-resources: {of_machine('train', name)} adds it"
-            hint = did_you_mean(name, list(self.named)) if self.named else here
+            hint = did_you_mean(name, known) if known else here
             raise ConfigError(f"no machine {name!r} in {self.path}; {hint}")
         return check_machine(self.train | self.resources(name, "train"), str(self.path), of_machine("train", name))
 
@@ -96,13 +102,12 @@ def find_profile(name: str) -> Path:
     """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the folders."""
     here = Path("profiles") / name
     path = snakemake_finds(str(here)) if Path(name).name == name and here.exists() else None
-    path = path or snakemake_finds(name)
-    if path is None:
-        dirs = get_appdirs()
-        folders = [Path("profiles"), Path.cwd(), Path(dirs.user_config_dir), Path(dirs.site_config_dir)]
-        listed = ", ".join(str(folder / name) for folder in folders)
-        raise ConfigError(f"no profile {name!r}: none of {listed} is a profile or has a config.yaml")
-    return path
+    if path := path or snakemake_finds(name):
+        return path
+    dirs = get_appdirs()
+    folders = [Path("profiles"), Path.cwd(), Path(dirs.user_config_dir), Path(dirs.site_config_dir)]
+    listed = ", ".join(str(folder / name) for folder in folders)
+    raise ConfigError(f"no profile {name!r}: none of {listed} is a profile or has a config.yaml")
 
 
 def snakemake_finds(name: str) -> Path | None:
@@ -139,18 +144,15 @@ def read_profile(name: str) -> Profile:
     entries_of(options, "default-resources", path)  # a mapping too
     in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
     own = re.sub(r"[^A-Za-z0-9_.-]", "", path.parent.name if in_folder else path.stem)
-    return Profile(own or "profile", path, entries["train"], entries["plan"], over, named_machines(entries), options)
+    return Profile(own or "profile", path, _either(entries), over, options)
 
 
-def named_machines(entries: Mapping[str, dict[str, Any]]) -> dict[str, Rules]:
-    """Keys of each named machine from the entries `train.NAME` and `plan.NAME` of `set-resources`."""
-    named: dict[str, Rules] = defaultdict(lambda: {"train": {}, "plan": {}})
-    for entry, resources in entries.items():
-        rule, dot, name = entry.partition(".")
-        if dot and rule in ("train", "plan"):
-            unset = {other: "" for key, other in _EITHER.items() if key in resources and other not in resources}
-            named[name][rule] |= resources | unset
-    return dict(named)
+def _either(rules: Rules) -> Rules:
+    """The entries, in which a named machine that sets gres or gpus_per_node does not inherit the other."""
+    return {
+        entry: {other: "" for key, other in _EITHER.items() if "." in entry and key in resources} | resources
+        for entry, resources in rules.items()
+    }
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -226,30 +228,22 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     paths = [snakemake_finds(name) for name in options.profile or [] if name != "none"]
     paths.append(None if last == "none" else workflow_profile(last))
     profiles = [read_profile(str(path)) for path in paths if path is not None]
-    setting = [profile for profile in profiles if profile.train or profile.plan or profile.named]
-    profile = setting[-1] if setting else Profile()
-    typed = {
-        rule: evaluate(resources)
-        for rule, resources in (options.set_resources or {}).items()
-        if rule.partition(".")[0] in ("train", "plan")
-    }
-    added = Profile(named=named_machines(typed))
-    named = {
-        name: {
-            rule: {
-                key: value
-                for source in (profile, added)
-                for key, value in source.resources(name, rule).items()
-                if key not in typed.get(rule, {})
-            }
-            for rule in ("train", "plan")
+    profile = next((each for each in reversed(profiles) if each.rules), Profile())
+    typed = _either(
+        {
+            entry: evaluate(resources)
+            for entry, resources in (options.set_resources or {}).items()
+            if entry.partition(".")[0] in ("train", "plan")
         }
-        for name in (*profile.named, *added.named)
-    }
-    train = {name: value for name, value in profile.train.items() if name in _DEFAULTS}
-    train |= typed.get("train", {})
-    plan = profile.plan | typed.get("plan", {})
-    return replace(profile, train=train, plan=plan, named=named, trains=options.report is None)
+    )
+    train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
+    given, rules = profile.rules | {"train": train}, {}
+    for entry in given | typed:
+        rule, dot, _ = entry.partition(".")
+        hidden = typed.get(rule, {}) if dot else {}
+        own = given.get(entry, {}) | typed.get(entry, {})
+        rules[entry] = {key: value for key, value in own.items() if key not in hidden}
+    return replace(profile, rules=rules, trains=options.report is None)
 
 
 def train_resources(command: Profile) -> dict[str, Any]:
@@ -259,10 +253,8 @@ def train_resources(command: Profile) -> dict[str, Any]:
 
 def plan_resources(command: Profile) -> dict[str, Any]:
     """Resources of rule plan, which takes nodes and processes from train."""
-    train = train_resources(command)
-    return {name: command.plan.get(name, train[name]) for name in ("nodes", "nproc_per_node")} | {
-        "device": command.device()
-    }
+    values = train_resources(command) | command.plan | {"device": command.device()}
+    return {name: values[name] for name in ("nodes", "nproc_per_node", "device")}
 
 
 def train_arguments(command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool) -> list[str]:

@@ -77,16 +77,12 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         attempts = record.attempts()
     except DataError:  # truncated by a full disk
         attempts = []
-    job: dict[str, Any] = {"job_id": record.job_id, "partition": record.slurm_partition}
-    if not attempts:
-        nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
-        job |= {"nodes": nodes, "processes": nodes * record.nproc_per_node, "gpus": nodes * record.gpus_per_node}
-        start = _start(
-            record.state, record.submitted_at, None, record.ended_at, cpus=nodes * record.cpus_per_node, **job
-        )
-        wait_s = (record.ended_at or now) - record.submitted_at
-        return [replace(start, queue_wait_s=wait_s if waited else None, elapsed_s=0.0 if waited else None)]
-    starts, queued_at = [], record.submitted_at
+
+    def start(state: str, began: float | None, ended: float | None, nodes: int, processes: int, gpus: int) -> Start:
+        held = {"nodes": nodes, "processes": processes, "gpus": gpus, "cpus": nodes * record.cpus_per_node}
+        return _start(state, queued_at, began, ended, job_id=record.job_id, partition=record.slurm_partition, **held)
+
+    starts, queued_at = list[Start](), record.submitted_at
     for attempt in attempts:
         ended, state, nodes = attempt["ended_at"], record.state, len(attempt["hosts"])
         if attempt is not attempts[-1]:
@@ -94,10 +90,15 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         elif record.ended_at is None and ended is None:
             state = "RUNNING"
         ended_at = float(attempt["seen_at"] if ended is None else ended)
-        job |= {"nodes": nodes, "processes": int(attempt["processes"]), "gpus": int(attempt["gpus"])}
-        started_at, cpus = float(attempt["started_at"]), nodes * record.cpus_per_node
-        starts.append(_start(state, queued_at, started_at, ended_at, cpus=cpus, **job))
+        held = (nodes, int(attempt["processes"]), int(attempt["gpus"]))
+        starts.append(start(state, float(attempt["started_at"]), ended_at, *held))
         queued_at = ended_at  # a requeued job waits again from its end
+    if not attempts:
+        nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
+        held = (nodes, nodes * record.nproc_per_node, nodes * record.gpus_per_node)
+        wait_s = (record.ended_at or now) - queued_at if waited else None
+        queued = start(record.state, None, record.ended_at, *held)
+        starts = [replace(queued, queue_wait_s=wait_s, elapsed_s=0.0 if waited else None)]
     return starts
 
 
@@ -148,11 +149,9 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
         cells = line.split("|", len(_FIELDS) - 1)
         if len(cells) != len(_FIELDS) or not re.match(r"\d+", cells[0]):
             raise ValueError(f"sacct answered {line.strip()[:80]!r}")
-        row = dict(zip(_FIELDS, cells))
-        if "." in row["JobID"] and rows:  # steps follow the start they belong to
-            rows[-1].append(row)
-        else:
-            rows.append([row])
+        if "." not in cells[0] or not rows:  # steps follow the start they belong to
+            rows.append([])
+        rows[-1].append(dict(zip(_FIELDS, cells)))
     for row, *steps in rows:
         if record := by_job.get((row["JobID"], row["JobName"])):
             starts[record.job_id].append(_sacct_start(row, steps, record))
@@ -281,17 +280,12 @@ def accounted(train: Path, machine: Machine) -> Iterator[None]:
 def write_cost(train: Path, show: bool = True) -> None:
     """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a warning."""
     try:
-        if not train.is_dir():  # deleted: it is not made again
-            return
-        value = cost(train, training_seconds(train), time.time())
-        if value is None:
-            return
-        write_json(train / "cost.json", value)
+        if train.is_dir() and (value := cost(train, training_seconds(train), time.time())):  # a deleted one stays away
+            write_json(train / "cost.json", value)
+            if show:
+                print(sentence(value), flush=True)
     except Exception as error:  # a training of days must not end in a traceback about its cost
         print(f"warning: cost.json is not written: {type(error).__name__}: {error}", flush=True)
-        return
-    if show:
-        print(sentence(value), flush=True)
 
 
 def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | None:

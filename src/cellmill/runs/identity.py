@@ -9,7 +9,6 @@ change between resumes.
 
 import re
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from cellmill.config.load import stored_options
@@ -87,41 +86,30 @@ def check_data(folder: str, before: str, now: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The requested training."""
-
-    identity: dict[str, Any]
-    """From `runs.identity.identity`."""
-    fingerprint: str
-    """Of the shards."""
-    steps: int
-    """Optimizer steps of the whole run."""
-
-
-def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
+def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bool = False) -> bool:
     """Return whether nothing is left to do in `folder`; False also if it holds no checkpoint.
 
-    Raises ConfigError if the folder holds another training, unless `restart` is set, which sets that one aside. The
-    same training is never set aside, so that a command with `restart` can be repeated until it is done.
+    `record` is run.json of the requested training, `steps` its optimizer steps. Raises ConfigError if the folder holds
+    another training, unless `restart` is set, which sets that one aside. The same training is never set aside, so that
+    a command with `restart` can be repeated until it is done.
     """
     checkpoint, damaged = folder.newest_whole(contents=False)
-    if checkpoint is not None and checkpoint.step >= wanted.steps:
+    if checkpoint is not None and checkpoint.step >= steps:
         checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
     for line in damaged:
         print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
         return False
-    state, step = checkpoint.state(), checkpoint.step
-    changes = changed_keys(state, wanted.identity, str(checkpoint.path / "state.json"))
+    state, step, data = checkpoint.state(), checkpoint.step, record["fingerprint"]
+    changes = changed_keys(state, record["identity"], str(checkpoint.path / "state.json"))
     different = [f"{key} {change}" for key, change in changes.items()]
     afresh = (
         "set that training aside and start afresh with `cellmill train --restart` (of a workflow: `snakemake --config "
         f"restart={folder.path.resolve().parent.name}`)"
     )
     if restart:
-        if state["fingerprint"] != wanted.fingerprint:
-            different.append(f"data {state['fingerprint'][:12]} -> {wanted.fingerprint[:12]}")
+        if state["fingerprint"] != data:
+            different.append(f"data {state['fingerprint'][:12]} -> {data[:12]}")
         if different:
             print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
             return False
@@ -131,34 +119,29 @@ def is_done(folder: TrainFolder, wanted: Wanted, restart: bool = False) -> bool:
             f"{folder.path}: it holds a training of {step} steps with another configuration ({'; '.join(different)}); "
             f"change it back, or {afresh}"
         )
-    check_data(str(folder.path), state["fingerprint"], wanted.fingerprint)
-    if state["steps"] != wanted.steps and wanted.steps <= step:
+    check_data(str(folder.path), state["fingerprint"], data)
+    if state["steps"] != steps and steps <= step:
         raise ConfigError(
             f"{folder.path}: it holds a training of {step} steps, and {state['steps']} steps in all were lowered to "
-            f"{wanted.steps}; set train.steps above {step}, or {afresh}"
+            f"{steps}; set train.steps above {step}, or {afresh}"
         )
-    if step >= wanted.steps or _patience_is_over(step, state["progress"], wanted):
+    patience, stale = record["identity"].get(PATIENCE), state["progress"].get("stale_validations", 0)
+    is_early = patience is not None and stale >= patience
+    if step < steps and is_early:
+        print(
+            f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} "
+            f"({patience}) to go on",
+            flush=True,
+        )
+    if step >= steps or is_early:
         if not (folder.path / "status.json").exists():
             write_json(folder.path / "status.json", status("done", state))
         return True
     (folder.path / "status.json").unlink(missing_ok=True)
-    if state["steps"] != wanted.steps:
+    if state["steps"] != steps:
         print(
-            f"{folder.path}: going on from step {step} of {state['steps']}, now {wanted.steps}: from here the learning "
+            f"{folder.path}: going on from step {step} of {state['steps']}, now {steps}: from here the learning "
             "rate is that of a run of the new length",
             flush=True,
         )
     return False
-
-
-def _patience_is_over(step: int, progress: dict[str, Any], wanted: Wanted) -> bool:
-    """Return whether the run ended early, and would now."""
-    patience, stale = wanted.identity.get(PATIENCE), progress.get("stale_validations", 0)
-    if patience is None or stale < patience:
-        return False
-    print(
-        f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} ({patience}) "
-        "to go on",
-        flush=True,
-    )
-    return True

@@ -5,6 +5,8 @@ step, so that each step is in the curve once however often a run was killed.
 """
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,7 @@ def copy_until(path: Path, copy: Path, step: int) -> None:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines in order, of the whole file or of its last bytes; empty if there is none.
-
-    Lines without a step are left out.
-    """
+    """Complete lines with a step in order, of the whole file or of its last bytes; empty if there is none."""
     try:
         with open(path, "rb") as file:
             start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
@@ -40,15 +39,16 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
         return []
     if start:
         del texts[0]  # incomplete
+    return parsed(texts)
+
+
+def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON objects with a step; what a kill truncated, is being written or is damaged is left out."""
     lines = []
     for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # truncated by a kill, being written, or damaged
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+        with suppress(ValueError, RecursionError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
 def progress_of(train: Path) -> dict[str, Any]:
@@ -65,16 +65,6 @@ def progress_of(train: Path) -> dict[str, Any]:
     return progress
 
 
-def cells_per_step(train: Path) -> float | None:
-    """Mean cells per step so far; before the first checkpoint, `train.global_batch`."""
-    progress = progress_of(train)
-    if progress.get("step") and progress.get("cells"):
-        return float(progress["cells"] / progress["step"])
-    if not (train / "run.json").exists():
-        return None
-    return float(read_json(train / "run.json")["options"]["train"]["global_batch"])
-
-
 def training_seconds(train: Path) -> float | None:
     """Seconds spent on the steps of the curve; None without a curve.
 
@@ -82,9 +72,15 @@ def training_seconds(train: Path) -> float | None:
     step) / (cells per second). Waiting for data is included; validation and checkpoints are not. Steps that were lost
     with a job and repeated are in the curve once.
     """
-    cells = cells_per_step(train)
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
-    if not lines or cells is None:
+    if not lines:
+        return None
+    progress = progress_of(train)
+    if progress.get("step") and progress.get("cells"):
+        cells = progress["cells"] / progress["step"]
+    elif (train / "run.json").exists():  # before the first checkpoint
+        cells = read_json(train / "run.json")["options"]["train"]["global_batch"]
+    else:
         return None
     before = [0, *(line["step"] for line in lines)]
     return float(sum(max(0, line["step"] - last) * cells / line["cells_per_s"] for line, last in zip(lines, before)))

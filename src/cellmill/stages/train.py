@@ -38,7 +38,7 @@ from cellmill.planner.inputs import (
 from cellmill.runs.branch import begin_branch
 from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import Wanted, changed_keys, check_data, identity, is_done
+from cellmill.runs.identity import changed_keys, check_data, identity, is_done
 from cellmill.runs.lock import FolderWatch
 from cellmill.track.follow import followed
 
@@ -90,7 +90,7 @@ def train(
         had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
         launcher = SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
         if launcher is None or not _is_living(launcher, record):
-            if is_done(folder, Wanted(record["identity"], fingerprint, steps), restart):
+            if is_done(folder, record, steps, restart):
                 write_cost(folder.path, show=False)  # its launcher may have been killed before it could
                 print(f"{out}: this run is already done", flush=True)
                 return

@@ -35,6 +35,7 @@ from cellmill.files import read_json, sha256_file
 from cellmill.launch.signals import die_with_parent
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.lock import locked
+from cellmill.runs.progress import parsed
 from cellmill.track.tracker import ArtifactTracker, ObserverTracker, Tracker
 
 
@@ -104,11 +105,7 @@ class CurveTail:
             text = file.read()
         complete = text[: text.rfind(b"\n") + 1]
         self._position += len(complete)
-        lines = []
-        for part in complete.splitlines():
-            with suppress(ValueError, RecursionError):  # damaged
-                lines.append(json.loads(part))
-        return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+        return parsed(complete.splitlines())
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
