@@ -165,11 +165,8 @@ QUEUE_S = 10.0  # between queries of jobs
 
 
 def follow(*, run: str, to: str, results: Path) -> None:
-    """Send `run` to the tracker called `to` until it has ended.
-
-    The tracker has the options that the run was started with, or its defaults. Raises UserError if it is unknown or
-    fails.
-    """
+    """Send `run` to the tracker called `to` until it has ended. The tracker has the options that the run was started
+    with, or its defaults. Raises UserError if it is unknown or fails."""
     train = train_folder(results, run)
     options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
     try:

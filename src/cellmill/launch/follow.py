@@ -27,10 +27,8 @@ OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
 
 
 class Tail:
-    """Reads lines appended to the log of a job, and prints them if `echo`.
-
-    Its patterns are of lines near the log's end, for `last`.
-    """
+    """Reads lines appended to the log of a job, and prints them if `echo`. Its patterns are of lines near the log's
+    end, for `last`."""
 
     OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"  # the kernel killed a process for memory, says SLURM
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
@@ -105,10 +103,8 @@ class JobFollower:
         return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
 
     def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
-        """The job's state after each look, until it has ended; `wait` waits for a number of seconds, or less.
-
-        Cancels a job of which srun could not launch a task: the others would wait for it until the time limit.
-        """
+        """The job's state after each look, until it has ended; `wait` waits for a number of seconds, or less. Cancels a
+        job of which srun could not launch a task: the others would wait for it until the time limit."""
         while self.alive():
             if self.state.name == "RUNNING" and (lost := self.tail.not_launched) is not None:
                 say(f"{lost[0]}: the other tasks would wait for it until the time limit")
@@ -120,10 +116,8 @@ class JobFollower:
         self.tail.read()
 
     def alive(self) -> bool:
-        """Poll the job if it is time, and read its log; return False once it has ended.
-
-        Raises Stopped if the queue has given no usable answer for `patience_s`.
-        """
+        """Poll the job if it is time, and read its log; return False once it has ended. Raises Stopped if the queue has
+        given no usable answer for `patience_s`."""
         now = time.monotonic()
         if now >= self._next_poll:
             self._next_poll = now + min(self.slowest_poll_s, (now - self._began) / 10)
@@ -173,10 +167,8 @@ class JobFollower:
             self._note(state, self._ended)
 
     def _is_gone(self) -> bool:
-        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list.
-
-        Also if its claim is released: a job that was requeued waits in the queue without one.
-        """
+        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list. Also
+        if its claim is released: a job that was requeued waits in the queue without one."""
         self._gone_since = self._gone_since or time.monotonic()
         alive = self.record is not None and living(self.record.path.parents[1]) == self.job_id
         return not alive and time.monotonic() - self._gone_since >= GONE_S
@@ -217,10 +209,8 @@ def save_job(
 
 
 def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.sleep) -> JobState:
-    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the request.
-
-    Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
-    """
+    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the request. Returns its
+    final state. Raises UserError if it has not ended within `CANCEL_S`."""
     queue = Queue(TICK_S)
     complaint, deadline = queue.cancel(job_id, name), time.monotonic() + CANCEL_S
     while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:

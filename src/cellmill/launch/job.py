@@ -166,10 +166,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
-    """Wait for all processes; return the exit code of the one that failed first, or 0.
-
-    The others are ended with it: they would wait for it forever.
-    """
+    """Wait for all processes; return the exit code of the one that failed first, or 0. The others are ended with it:
+    they would wait for it forever."""
     code, called = 0, time.monotonic()
     while any(process.poll() is None for process in processes):
         if time.monotonic() - called > 1:

@@ -129,10 +129,8 @@ class NodeTask:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
     def run_agent(self, node: StepNode, restart: int, stop: Forwarder, attempt: Attempt | None) -> int:
-        """Run this node's agent, forwarding signals to its workers; return its exit code.
-
-        An agent that fails on another node ends this one too.
-        """
+        """Run this node's agent, forwarding signals to its workers; return its exit code. An agent that fails on
+        another node ends this one too."""
         command = self.job(node).command(signals="SIGQUIT")
         agent = subprocess.Popen(command, env=self.environment(node, restart), preexec_fn=_ignore_signals)
         worked = False
@@ -298,8 +296,7 @@ def run_here(
 
 def run_task(path: str) -> None:
     """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
-    and srun ends the job's others.
-    """
+    and srun ends the job's others."""
     try:
         NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
     except (Claimed, NodeFailed) as error:

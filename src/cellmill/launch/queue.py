@@ -88,9 +88,7 @@ class Queue:
 
     def cancel(self, job_id: str, name: str, signal: str = "") -> str:
         """Cancel the job of this id and name, or send its tasks a signal; return scancel's error message, if any.
-
-        scancel leaves a job of another name alone.
-        """
+        scancel leaves a job of another name alone."""
         try:
             how = [f"--name={name}", *([f"--signal={signal}"] if signal else [])]
             return call(["scancel", *how, job_id]).stderr.strip()
@@ -127,10 +125,8 @@ def parse(answer: str) -> list[QueuedJob]:
 
 
 def explained(state: JobState, **request: str) -> str:
-    """The state with its reason and, for a pending job that does not only have to wait, what to do.
-
-    `request` has `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`).
-    """
+    """The state with its reason and, for a pending job that does not only have to wait, what to do. `request` has
+    `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`)."""
     remedy = REMEDIES.get(state.reason.split(",")[0].replace("_", " ")) if state.name == "PENDING" else None
     return f"{state.text}: {remedy.format(**request)}" if remedy else state.text
 
@@ -195,10 +191,8 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
 
 
 class StageWatch:
-    """Says why stages wait, for as long as this process runs; each stage and reason once, and again if it comes back.
-
-    A daemon thread of the process that waits for them.
-    """
+    """Says why stages wait, for as long as this process runs; each stage and reason once, and again if it comes back. A
+    daemon thread of the process that waits for them."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self.folder, self.tell = folder, tell

@@ -69,10 +69,8 @@ class Rendezvous:
 
     @property
     def ports(self) -> list[int]:
-        """Ports of the entrance, in the order of choice: the first that is free on the first node.
-
-        Below Linux's ephemeral ports, so that no outgoing connection occupies them.
-        """
+        """Ports of the entrance, in the order of choice: the first that is free on the first node. Below Linux's
+        ephemeral ports, so that no outgoing connection occupies them."""
         digest = self.proof("ports")
         return [20_000 + int.from_bytes(digest[i : i + 2]) % 12_000 for i in range(0, 16, 2)]
 
@@ -264,9 +262,7 @@ async def _copy(reader: Reader, writer: Writer) -> None:
 
 def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
     """User of the process at the end `local` of a TCP connection of this machine; None if there is none (any more).
-
-    Addresses count as well as ports: the same port of another address of the loopback may be anybody's.
-    """
+    Addresses count as well as ports: the same port of another address of the loopback may be anybody's."""
     return next((user for *ends, user in _connections() if ends == [tuple(local), tuple(remote)]), None)
 
 

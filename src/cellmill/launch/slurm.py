@@ -49,10 +49,8 @@ class ShortJobs:
         self._before_s = self.training_s() or 0.0
 
     def start_up(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
-        """One line if this job ended at its limit before its first step; otherwise empty.
-
-        `was_to_save`: SLURM announced the job's end, which it does before a preemption too.
-        """
+        """One line if this job ended at its limit before its first step; otherwise empty. `was_to_save`: SLURM
+        announced the job's end, which it does before a preemption too."""
         limit_s, elapsed_s = 60.0 * ended.runtime, _elapsed_s(ended)
         timeout = ended.state == "TIMEOUT"
         announced = was_to_save and ended.state != "PREEMPTED" and elapsed_s >= limit_s - ended.save_within_s - EARLY_S
@@ -65,10 +63,8 @@ class ShortJobs:
         )
 
     def line(self, ended: JobRecord, steps: int) -> str:
-        """One line, once, if this job and the one before it were mostly start-up; otherwise empty.
-
-        `steps` is what the job has added to the newest checkpoint.
-        """
+        """One line, once, if this job and the one before it were mostly start-up; otherwise empty. `steps` is what the
+        job has added to the newest checkpoint."""
         elapsed_s, after_s = _elapsed_s(ended), self.training_s()
         if after_s is None or elapsed_s < 60 * ended.runtime - ended.save_within_s - EARLY_S:
             self._at_limit.clear()
@@ -146,10 +142,8 @@ class SlurmLauncher:
         return True
 
     def run(self, job: Callable[[Path], Job]) -> None:
-        """Train until the run's files say done. `job` returns the job for a folder that takes its error.
-
-        Raises Stopped if it was cancelled or detached from, UserError if the training or SLURM refuses.
-        """
+        """Train until the run's files say done. `job` returns the job for a folder that takes its error. Raises Stopped
+        if it was cancelled or detached from, UserError if the training or SLURM refuses."""
         with requests() as self.slurm.requests:
             record, fruitless = self.living(), 0
             short = ShortJobs(lambda: training_seconds(self.folder.path))
@@ -210,10 +204,8 @@ class SlurmLauncher:
         return record
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
-        """Follow a job until it has ended and the shared folder shows how, obeying signals; return its record.
-
-        Cancels it, and raises FolderDeleted, if the run's folder was deleted.
-        """
+        """Follow a job until it has ended and the shared folder shows how, obeying signals; return its record. Cancels
+        it, and raises FolderDeleted, if the run's folder was deleted."""
         follower = JobFollower.of(record, self.slurm.queue)
         for _ in follower.states(requests.wait):
             try:

@@ -254,9 +254,7 @@ def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
 
 def stage_machine(profile: Profile, stage: str, attempt: int = 1) -> Machine:
     """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a value that is wrong.
-
-    What depends on the input files is unknown here, and left out.
-    """
+    What depends on the input files is unknown here, and left out."""
     options, path = profile.options, profile.path
     declared = {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)

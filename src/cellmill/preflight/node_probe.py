@@ -162,10 +162,8 @@ def carried() -> dict[str, int]:
 
 
 def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
-    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the counters show none.
-
-    The loopback interface carries the traffic inside a node, so it counts only if no other device did.
-    """
+    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the counters show none. The
+    loopback interface carries the traffic inside a node, so it counts only if no other device did."""
     for names in (moved.keys() - {"lo"}, moved.keys()):
         most = max(sorted(names), key=lambda name: moved[name], default=None)
         if most is not None and moved[most] >= n_bytes:
@@ -175,9 +173,7 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
 
 def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int) -> float | None:
     """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes); None for one process.
-
-    Collective over the group. The time is the slowest process's.
-    """
+    Collective over the group. The time is the slowest process's."""
     if size == 1:
         return None
     values = torch.zeros(n_bytes // 4, device=device)

@@ -151,11 +151,8 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
 
 
 def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
-    """Verdict on the clocks.
-
-    A node's clock minus this machine's lies between `low` and `high`: the node read a time of ours before it wrote its
-    own, and we saw its report afterwards.
-    """
+    """Verdict on the clocks. A node's clock minus this machine's lies between `low` and `high`: the node read a time of
+    ours before it wrote its own, and we saw its report afterwards."""
     widest = 0.0
     for node in nodes:
         if node["seen"] is None or node["head_time"] is None:

@@ -184,9 +184,7 @@ def assigned(assignment: str) -> dict[str, Any]:
 
 def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
     """Resources as Snakemake gives them to a rule: `known` has threads, attempt and input if they are not 1, 1 and [].
-
-    Raises whatever an expression raises.
-    """
+    Raises whatever an expression raises."""
     usual = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "", "async_run": None}
     return {name: resource.evaluate(**usual | known).value for name, resource in resources.items()}
 

@@ -125,10 +125,8 @@ class SlurmFacts:
         return self.accounts[account] if account in self.accounts else set().union(*self.accounts.values())
 
     def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
-        """Minutes that a job may take, None for no limit, and where that is from.
-
-        Without a named QOS it is known only to a user whose account has one.
-        """
+        """Minutes that a job may take, None for no limit, and where that is from. Without a named QOS it is known only
+        to a user whose account has one."""
         named = {qos} if qos else self.accounts.get(account, set())
         applying = {partition.own_qos} | (named if len(named) == 1 else set())
         limits = {f"partition {partition.name} (sinfo)": partition.limit_min}
@@ -238,10 +236,8 @@ def _names(text: str | None) -> frozenset[str] | None:
 
 
 def estimate(machine: Machine) -> str:
-    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch --test-only`).
-
-    Raises Refused with SLURM's reason, CommandError without an answer.
-    """
+    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch --test-only`). Raises Refused
+    with SLURM's reason, CommandError without an answer."""
     options = flags(sbatch_options(machine))
     with submitting(machine):
         done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *options, "--wrap=true"])

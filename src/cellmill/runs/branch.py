@@ -58,10 +58,8 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
 
 
 def check_branches(workflow: Workflow, source: str) -> None:
-    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the beginning of.
-
-    So it is said before the trunk trains. What depends on the data is seen when the branch begins.
-    """
+    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the beginning of. So it is
+    said before the trunk trains. What depends on the data is seen when the branch begins."""
     for name, run in workflow.runs.items():
         if run.trunk is None or run.trunk_step is None:
             continue
@@ -83,9 +81,7 @@ def check_branches(workflow: Workflow, source: str) -> None:
 
 def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:
     """Raise ConfigError naming `run` unless it and its trunk have the same learning rate in every step up to `last`.
-
-    `before` and `now` are options and number of steps of the trunk and of the run.
-    """
+    `before` and `now` are options and number of steps of the trunk and of the run."""
     if now[1] <= last:
         raise ConfigError(
             f"{run}: it goes on from step {last} of its trunk and has {now[1]} steps in all; set train.steps above that"

@@ -111,10 +111,8 @@ _FIELDS = (
 
 
 def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:
-    """Starts by job id of the jobs that sacct knows, and why others are missing.
-
-    Waits up to `LAG_S` for the end of the newest job to arrive.
-    """
+    """Starts by job id of the jobs that sacct knows, and why others are missing. Waits up to `LAG_S` for the end of the
+    newest job to arrive."""
     if not records:
         return {}, "only SLURM's accounting has it"
     if shutil.which("sacct") is None:
@@ -138,11 +136,8 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
 
 
 def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
-    """Starts by job id. Raises ValueError if a line is not sacct's.
-
-    Left out are rows of another job that had the same id (its name differs), and a job that a training shares with
-    other work, as under `allocation` (likewise).
-    """
+    """Starts by job id. Raises ValueError if a line is not sacct's. Left out are rows of another job that had the same
+    id (its name differs), and a job that a training shares with other work, as under `allocation` (likewise)."""
     by_job = {(record.job_id, record.name): record for record in records}
     starts, rows = defaultdict[str, list[Start]](list), list[list[dict[str, str]]]()
     for line in answer.splitlines():

@@ -51,9 +51,7 @@ class Checkpoint:
 
     def verify(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
         """Raises DataError naming the first missing, truncated or changed file. Hashes tensors only with `contents`.
-
-        `share` is rank and number of ranks: of as many equal parts of the files, that of this rank is checked.
-        """
+        `share` is rank and number of ranks: of as many equal parts of the files, that of this rank is checked."""
         manifest, (rank, world) = self.path / "manifest.json", share
         try:
             files = [(name, entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()]
@@ -115,11 +113,8 @@ class TrainFolder:
                 checkpoint.path.rename(aside)
 
     def newest_whole(self, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
-        """The newest undamaged checkpoint, and a line for each newer, damaged one.
-
-        None if there is no checkpoint. Raises DataError if all of them are damaged: training never restarts at step 0
-        unasked.
-        """
+        """The newest undamaged checkpoint, and a line for each newer, damaged one. None if there is no checkpoint.
+        Raises DataError if all of them are damaged: training never restarts at step 0 unasked."""
         return self.newest_undamaged(self.checkpoints(), lambda checkpoint: checkpoint.damage(contents))
 
     def newest_undamaged(
@@ -169,9 +164,7 @@ class TrainFolder:
 
     def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
         """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest, `keep_steps` and best ones.
-
-        Hashes files without a digest beside them.
-        """
+        Hashes files without a digest beside them."""
         entries = {}
         for file in sorted(path.iterdir()):
             if file.name == "manifest.json" or file.suffix == DIGEST:
@@ -209,10 +202,8 @@ class TrainFolder:
 
     @contextmanager
     def locked(self, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-        """Hold this folder's lock, as `runs.lock.locked` does.
-
-        Creates the folder, for this user alone: a resume trusts its files. Raises DataError naming another owner.
-        """
+        """Hold this folder's lock, as `runs.lock.locked` does. Creates the folder, for this user alone: a resume trusts
+        its files. Raises DataError naming another owner."""
         self.path.mkdir(parents=True, exist_ok=True)
         if (owner := self.path.stat().st_uid) != os.getuid():
             raise DataError(

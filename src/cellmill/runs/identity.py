@@ -34,11 +34,8 @@ FREE = {
 
 
 def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> dict[str, Any]:
-    """Return the options that define a run's numbers, as {section.key: value}.
-
-    `init_from` is the SHA-256 of the initial weights, None for random ones; `gene_vectors` that of the file
-    `model.gene_vectors`, which it replaces.
-    """
+    """Return the options that define a run's numbers, as {section.key: value}. `init_from` is the SHA-256 of the
+    initial weights, None for random ones; `gene_vectors` that of the file `model.gene_vectors`, which it replaces."""
     values = {
         f"{section}.{key}": value
         for section, keys in options.model_dump(mode="json").items()

@@ -118,10 +118,8 @@ class CommandError(Exception):
 
 
 def call(command: list[str], within_s: float | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without the filters of the user's environment.
-
-    Raises CommandError if it is missing or does not answer within `within_s` (default: `ANSWER_WITHIN_S`).
-    """
+    """Run a command without the filters of the user's environment. Raises CommandError if it is missing or does not
+    answer within `within_s` (default: `ANSWER_WITHIN_S`)."""
     within_s, (program, *_) = within_s or ANSWER_WITHIN_S, command
     try:
         return subprocess.run(

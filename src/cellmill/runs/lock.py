@@ -170,10 +170,8 @@ class Claim:
 
 
 def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) -> Claim:
-    """Claim `folder` for the job `job`. Waits for at most `LEASE_S` after the last sign of life of another job.
-
-    Raises Claimed if another job lives there.
-    """
+    """Claim `folder` for the job `job`. Waits for at most `LEASE_S` after the last sign of life of another job. Raises
+    Claimed if another job lives there."""
     claims = folder / "claims"
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
     while True:

@@ -153,10 +153,8 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
 
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
-    """Train on this machine, or in the allocation this process is in, until the run is done.
-
-    Raises Stopped if it was stopped and saved, UserError if a process failed.
-    """
+    """Train on this machine, or in the allocation this process is in, until the run is done. Raises Stopped if it was
+    stopped and saved, UserError if a process failed."""
     watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
         job = partial(_job, folder, machine)

@@ -140,18 +140,13 @@ LINES = 200
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
-def track_folder(train: Path, options: Plugin) -> Path:
-    """Folder of a tracker's or observer's own files in the training folder."""
-    name = getattr(options, options.key)
-    return train / "track" / (f"{name}.observer" if isinstance(options, ObserverConfig) else name)
-
-
 class Follower:
     """One tracker or observer of the training in `train`, which need not have begun."""
 
     def __init__(self, train: Path, options: Plugin) -> None:
         self._train, self._options = train.resolve(), options
-        self.folder = track_folder(self._train, options)
+        name = getattr(options, options.key) + (".observer" if isinstance(options, ObserverConfig) else "")
+        self.folder = self._train / "track" / name
         self._record = self.folder / "sent.json"
         self._tail = CurveTail(self._train / "metrics.jsonl")
         self._tracker: Tracker | ObserverTracker | None = None
@@ -275,36 +270,46 @@ def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[
         followers.wait()
 
 
-@dataclass
-class _Child:
-    options: Plugin
-    pid: int
-    status: int
-    """Pipe on which the child reads how the training ended."""
-
-
 def supervise(train: Path, finish_s: float) -> None:
     """Run the followers of the run in `train` until stdin says how the training ended, or is closed."""
     track = stored_options(read_json(train / "run.json")["options"], str(train / "run.json")).track
-    children = [_fork(train, options) for options in (*track.to.values(), *track.observers.values())]
+    children = dict[int, tuple[Plugin, int]]()
+    """Options of each follower by its process, and the pipe on which it reads how the training ended."""
+    for options in (*track.to.values(), *track.observers.values()):
+        reads, writes = os.pipe()
+        if (pid := os.fork()) == 0:  # this process has one thread, so a fork is safe
+            os.close(writes)
+            _follow(train, options, reads)
+        os.close(reads)
+        children[pid] = options, writes
+
+    def reap() -> None:
+        """Forget children that have ended, with a warning of one that could print none."""
+        for pid, (options, _) in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status)
+            if ended and code not in (FINISHED, WARNED):
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                warn(train, options, f"failed and is dropped: its process ended with {how}")
+            if ended:
+                del children[pid]
+
     while children and not _readable(0, POLL_S):
-        children = [child for child in children if not _has_ended(child, train)]
-    if not children:
+        reap()
+    status = os.read(0, 100) if children else b""
+    if not status:  # all have ended, or the launcher is gone; the next one continues
         return
-    status = os.read(0, 100)
-    if not status:  # the launcher is gone; the next one continues
-        return
-    for child in children:
+    for _, pipe in children.values():
         with suppress(BrokenPipeError):
-            os.write(child.status, status)
+            os.write(pipe, status)
     deadline = time.monotonic() + finish_s
     while children and time.monotonic() < deadline:
         time.sleep(0.02)
-        children = [child for child in children if not _has_ended(child, train)]
-    for child in children:
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
-        warn(train, child.options, f"did not finish within {finish_s:g} s")
+        reap()
+    for pid, (options, _) in children.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        warn(train, options, f"did not finish within {finish_s:g} s")
 
 
 def warn(train: Path, options: Plugin, problem: str) -> None:
@@ -313,16 +318,6 @@ def warn(train: Path, options: Plugin, problem: str) -> None:
     rest = "" if options.kind == "observer" else f", and `cellmill follow {run} --to {name}` sends the rest"
     text = f"warning: {options.kind} {name!r} {problem}; metrics.jsonl is complete{rest}"
     print(without_secrets(text), file=sys.stderr, flush=True)
-
-
-def _fork(train: Path, options: Plugin) -> _Child:
-    """Fork the follower of a tracker or observer; this process has one thread, so a fork is safe."""
-    reads, writes = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.close(writes)
-        _follow(train, options, reads)
-    os.close(reads)
-    return _Child(options, pid, writes)
 
 
 def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
@@ -350,18 +345,6 @@ def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
 
 def _readable(descriptor: int, timeout_s: float) -> bool:
     return bool(select.select([descriptor], [], [], timeout_s)[0])
-
-
-def _has_ended(child: _Child, train: Path) -> bool:
-    """True if the child has ended; prints the warning of one that could not."""
-    pid, status = os.waitpid(child.pid, os.WNOHANG)
-    if pid == 0:
-        return False
-    code = os.waitstatus_to_exitcode(status)
-    if code not in (FINISHED, WARNED):
-        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        warn(train, child.options, f"failed and is dropped: its process ended with {ended}")
-    return True
 
 
 if __name__ == "__main__":

@@ -21,16 +21,12 @@ class Tracker(Protocol):
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`. Each line comes once.
-
-        Numbers only: the largest of a list over ranks (memory), and no text (the reason of a skipped step).
-        """
+        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`. Each line comes once. Numbers
+        only: the largest of a list over ranks (memory), and no text (the reason of a skipped step)."""
 
     def finish(self, status: str) -> None:
-        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed.
-
-        Another process may start again with the same `id`.
-        """
+        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed. Another process
+        may start again with the same `id`."""
 
 
 @runtime_checkable
@@ -62,10 +58,8 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log.
-
-    `config` of `start` must have `steps`, the steps of the whole run.
-    """
+    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log. `config` of `start` must have
+    `steps`, the steps of the whole run."""
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         self.steps = config["steps"]
@@ -117,10 +111,8 @@ class Observer(Protocol):
         """Called with each line that has `val_loss`."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Called with the folder of each new complete checkpoint.
-
-        Later checkpoints replace it (`train.keep_checkpoints`): copy what is to be kept.
-        """
+        """Called with the folder of each new complete checkpoint. Later checkpoints replace it
+        (`train.keep_checkpoints`): copy what is to be kept."""
 
 
 class ObserverTracker:
