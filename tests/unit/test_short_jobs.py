@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cellmill.config.machine import Machine
+from cellmill.errors import UserError
 from cellmill.launch.slurm import ShortJobs
 from cellmill.runs.jobs import JobRecord
 
@@ -28,7 +31,7 @@ class Run:
     def line(self, elapsed_s: float, training_s: float, steps: int) -> str:
         self.short.begin()
         self.trained.append(self.trained[-1] + training_s)
-        return self.short.line(record(self.folder / str(len(self.trained)), elapsed_s), steps)
+        return self.short.line(record(self.folder / str(len(self.trained)), elapsed_s), steps, was_to_save=False)
 
 
 def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) -> None:
@@ -55,12 +58,14 @@ def test_a_start_up_that_the_limit_cut_off_is_named_with_its_time(tmp_path: Path
     short = ShortJobs(lambda: trained[-1])
     short.begin()
     announced = record(tmp_path / "a", 500)  # SLURM announced the limit, and the processes ended
-    assert short.start_up(announced, 0, was_to_save=True) == (
+    with pytest.raises(UserError) as error:
+        short.line(announced, 0, was_to_save=True)
+    assert str(error.value) == (
         "start-up took 500 s of the limit's 600 s, and no step was made: raise runtime to at least 18 (min) in the "
-        "profile"
+        f"profile (job 7, log: {announced.log})"
     )
-    assert short.start_up(announced, 0, was_to_save=False) == "", "it did not reach its limit"
-    assert short.start_up(record(tmp_path / "b", 100), 0, was_to_save=True) == "", "it was preempted"
-    assert short.start_up(announced, 3, was_to_save=True) == ""
+    assert short.line(announced, 0, was_to_save=False) == "", "it did not reach its limit"
+    assert short.line(record(tmp_path / "b", 100), 0, was_to_save=True) == "", "it was preempted"
+    assert short.line(announced, 3, was_to_save=True) == ""
     trained.append(4.0)
-    assert short.start_up(announced, 0, was_to_save=True) == "", "it made steps"
+    assert "made 3 and 0 steps" in short.line(announced, 0, was_to_save=True), "it made some that it did not save"

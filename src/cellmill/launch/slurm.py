@@ -48,28 +48,29 @@ class ShortJobs:
         """A job begins."""
         self._before_s = self.training_s() or 0.0
 
-    def start_up(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
-        """One line if this job ended at its limit before its first step; otherwise empty. `was_to_save`: SLURM
-        announced the job's end, which it does before a preemption too."""
-        limit_s, elapsed_s = 60.0 * ended.runtime, _elapsed_s(ended)
-        timeout = ended.state == "TIMEOUT"
-        announced = was_to_save and ended.state != "PREEMPTED" and elapsed_s >= limit_s - ended.save_within_s - EARLY_S
-        if steps or (self.training_s() or 0.0) > self._before_s or not (timeout or announced):
-            return ""
-        took_s = limit_s if timeout else elapsed_s
-        return (
-            f"start-up took {took_s:.0f} s of the limit's {limit_s:.0f} s, and no step was made: raise runtime to at "
-            f"least {math.ceil((2 * took_s + ended.save_within_s) / 60)} (min) in the profile"
-        )
+    def line(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
+        """One line, once, if this job and the one before it were mostly start-up; otherwise empty.
 
-    def line(self, ended: JobRecord, steps: int) -> str:
-        """One line, once, if this job and the one before it were mostly start-up; otherwise empty. `steps` is what the
-        job has added to the newest checkpoint."""
-        elapsed_s, after_s = _elapsed_s(ended), self.training_s()
-        if after_s is None or elapsed_s < 60 * ended.runtime - ended.save_within_s - EARLY_S:
+        `steps` is what the job has added to the newest checkpoint. `was_to_save`: SLURM announced the job's end, which
+        it does before a preemption too. Raises UserError if the job ended at its limit before its first step.
+        """
+        limit_s, elapsed_s, after_s = 60.0 * ended.runtime, 0.0, self.training_s()
+        with suppress(DataError):  # by the files that it wrote itself, if it left any
+            for last in ended.attempts()[-1:]:
+                elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
+        timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
+        trained_s, announced = (after_s or 0.0) - self._before_s, was_to_save and ended.state != "PREEMPTED"
+        if not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
+            took_s = limit_s if timeout else elapsed_s
+            least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
+            raise UserError(
+                f"start-up took {took_s:.0f} s of the limit's {limit_s:.0f} s, and no step was made: raise runtime to "
+                f"at least {least_min} (min) in the profile (job {ended.job_id}, log: {ended.log})"
+            )
+        if after_s is None or not at_limit:
             self._at_limit.clear()
             return ""
-        self._at_limit.append((1 - min(1.0, max(0.0, after_s - self._before_s) / max(elapsed_s, 1e-9)), steps))
+        self._at_limit.append((1 - min(1.0, max(0.0, trained_s) / max(elapsed_s, 1e-9)), steps))
         shares, saved = zip(*self._at_limit[-IN_A_ROW:])
         if self._warned or len(shares) < IN_A_ROW or min(shares) < SHARE:
             return ""
@@ -81,17 +82,7 @@ class ShortJobs:
         )
 
 
-def _elapsed_s(record: JobRecord) -> float:
-    """Seconds that a job ran, by the files that it wrote itself; 0 if it left none."""
-    with suppress(DataError):
-        for last in record.attempts()[-1:]:
-            return float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
-    return 0.0
-
-
-INFRASTRUCTURE = frozenset(
-    {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE, FOREIGN}
-)
+INFRASTRUCTURE = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE, FOREIGN}
 """End states that are not the training's fault: another job continues."""
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
 TOO_SHORT = (
@@ -168,14 +159,13 @@ class SlurmLauncher:
                         return
                     continue
                 saved = self.folder.saved_step()
-                if too_long := short.start_up(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE))):
-                    raise UserError(f"{too_long} (job {ended.job_id}, log: {ended.log})")
+                too_short = short.line(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE)))
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
                     advice = "" if ended.state == "FAILED" else TOO_SHORT
                     raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
-                if too_short := short.line(ended, saved - saved_before):
+                if too_short:
                     say(too_short)
                 record = None
         raise UserError(

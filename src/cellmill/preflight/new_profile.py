@@ -290,16 +290,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     memory, memory_why = _memory(offer, shares)
     select = facts.configuration.get("SelectType", "select/cons_tres")
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
-    gpus, gpu = "", dict[str, str | int]()
-    if offer.gpus:
-        gpus = f"{offer.kind}:{offer.gpus}" if offer.kind else str(offer.gpus)
-        gpu |= {"slurm_partition": _inner(offer.partition.name)} | ({"qos": _inner(qos)} if qos else {})
-        kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""  # as the plugin accepts it
-        if gres_only:
-            gpu["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
-        else:
-            gpu |= {"gpu": 1} | ({"gpu_model": _inner(kind)} if kind else {})
-        gpu["tasks_per_gpu"] = 0
+    gpus = ":".join(filter(None, (offer.kind, str(offer.gpus)))) if offer.gpus else ""
     options = {
         "launcher": "slurm",
         "nodes": request.nodes or "1",
@@ -324,7 +315,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         device=device,
         stages=stages,
         vectors=vectors,
-        gpu=gpu,
+        gpu=_one_gpu(offer, qos, gres_only) if offer.gpus else {},
         status_command=status,
         why={
             "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
@@ -346,6 +337,19 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
             "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (sinfo)",
         },
     )
+
+
+def _one_gpu(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
+    """Keys of a stage on one GPU."""
+    keys: dict[str, str | int] = {"slurm_partition": _inner(offer.partition.name)}
+    if qos:
+        keys["qos"] = _inner(qos)
+    kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""  # as the plugin accepts it
+    if gres_only:
+        keys["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
+    else:
+        keys |= {"gpu": 1} | ({"gpu_model": _inner(kind)} if kind else {})
+    return keys | {"tasks_per_gpu": 0}
 
 
 def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:

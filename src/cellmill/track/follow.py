@@ -36,7 +36,7 @@ from cellmill.launch.signals import die_with_parent
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.lock import locked
 from cellmill.runs.progress import parsed
-from cellmill.track.tracker import ArtifactTracker, ObserverTracker, Tracker
+from cellmill.track.tracker import ArtifactTracker
 
 
 @dataclass
@@ -144,12 +144,12 @@ class Follower:
     """One tracker or observer of the training in `train`, which need not have begun."""
 
     def __init__(self, train: Path, options: Plugin) -> None:
-        self._train, self._options = train.resolve(), options
-        name = getattr(options, options.key) + (".observer" if isinstance(options, ObserverConfig) else "")
-        self.folder = self._train / "track" / name
+        self._train, self._options, self._observes = train.resolve(), options, isinstance(options, ObserverConfig)
+        self.folder = self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
         self._record = self.folder / "sent.json"
         self._tail = CurveTail(self._train / "metrics.jsonl")
-        self._tracker: Tracker | ObserverTracker | None = None
+        self._plugin: Any = None
+        """The `Tracker` or `Observer`, once there is something to send."""
         self.n_lines = self.n_artifacts = 0  # sent by this process
 
     def follow(self, ended: Callable[[], str]) -> None:
@@ -176,30 +176,33 @@ class Follower:
         """Send new lines, and new checkpoints to an observer. The tracker starts with the first."""
         lines = [line for line in self._tail.read() if self._sent.is_new(line)]
         for first in range(0, len(lines), LINES):
-            tracker = self._started()
+            plugin = self._started()
             try:
                 for line in lines[first : first + LINES]:
-                    scalars = {name: value for name, value in line.items() if name != "step"}
-                    if not isinstance(tracker, ObserverTracker):
-                        scalars = numbers(scalars)
-                    if scalars:
-                        tracker.log(line["step"], scalars)
+                    if self._observes:
+                        (plugin.on_validation if "val_loss" in line else plugin.on_step)(line)
+                    elif scalars := numbers({name: value for name, value in line.items() if name != "step"}):
+                        plugin.log(line["step"], scalars)
                     self._sent.note(line)
                     self.n_lines += 1
-            finally:  # a tracker that raises has the lines before
+            finally:  # one that raises has the lines before
                 self._sent.write(self._record)
-        if isinstance(self._tracker, ObserverTracker):
-            newest = self._tracker.checkpoints(self._sent.checkpoint)
-            if newest != self._sent.checkpoint:
-                self._sent.checkpoint = newest
+        if self._observes and self._plugin is not None:
+            checkpoints = TrainFolder(self._train).checkpoints()
+            for checkpoint in (new := [each for each in checkpoints if each.step > self._sent.checkpoint]):
+                self._plugin.on_checkpoint(checkpoint.path)
+            if new:
+                self._sent.checkpoint = new[-1].step
                 self._sent.write(self._record)
 
     def _finish(self, status: str) -> None:
+        if self._observes:
+            return
         run = self._train.parent
         paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
         hashes = {name: sha256_file(path) for name, path in paths.items() if path.is_file()} if self._sent.step else {}
         changed = {name: digest for name, digest in hashes.items() if self._sent.artifacts.get(name) != digest}
-        if not changed and self._tracker is None:
+        if not changed and self._plugin is None:
             return  # no step was trained, or all was sent before
         tracker = self._started()
         try:
@@ -212,17 +215,16 @@ class Follower:
             tracker.finish(status)
             self._sent.write(self._record)
 
-    def _started(self) -> Tracker | ObserverTracker:
-        if self._tracker is None:
-            made = self._options.load()(self._options)
-            is_observer = isinstance(self._options, ObserverConfig)
-            self._tracker = ObserverTracker(made, TrainFolder(self._train)) if is_observer else made
+    def _started(self) -> Any:
+        if self._plugin is None:
+            self._plugin = self._options.load()(self._options)
             self._sent.write(self._record)  # the id, before anything has it
-            record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
-            config = record | {key: state[key] for key in ("steps", "world_size")}
-            config |= {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
-            self._tracker.start(config, self._sent.step)
-        return self._tracker
+            if not self._observes:
+                record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
+                config = record | {key: state[key] for key in ("steps", "world_size")}
+                config |= {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
+                self._plugin.start(config, self._sent.step)
+        return self._plugin
 
 
 def numbers(scalars: dict[str, Any]) -> dict[str, int | float]:

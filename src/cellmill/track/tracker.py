@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
-from cellmill.runs.folder import TrainFolder
-
 
 class Tracker(Protocol):
     """A plug-in made from its `config.parts.trackers.TrackerConfig`, called in its own process (`track.follow`)."""
@@ -113,28 +111,3 @@ class Observer(Protocol):
     def on_checkpoint(self, path: Path) -> None:
         """Called with the folder of each new complete checkpoint. Later checkpoints replace it
         (`train.keep_checkpoints`): copy what is to be kept."""
-
-
-class ObserverTracker:
-    """An observer behind the calls of a tracker."""
-
-    def __init__(self, observer: Observer, folder: TrainFolder) -> None:
-        self._observer, self._folder = observer, folder
-
-    def start(self, config: dict[str, Any], resume_step: int) -> None:
-        """Observers have no start."""
-
-    def log(self, step: int, scalars: dict[str, Any]) -> None:
-        call = self._observer.on_validation if "val_loss" in scalars else self._observer.on_step
-        call({"step": step} | scalars)
-
-    def checkpoints(self, after: int) -> int:
-        """Tell of the complete checkpoints of steps after `after`; return the newest step."""
-        for checkpoint in self._folder.checkpoints():
-            if checkpoint.step > after:
-                self._observer.on_checkpoint(checkpoint.path)
-                after = checkpoint.step
-        return after
-
-    def finish(self, status: str) -> None:
-        """Observers have no end."""
