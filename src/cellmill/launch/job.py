@@ -136,22 +136,20 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             for agent in agents:
                 signal_all(children(agent.pid), signal.SIGTERM)
 
-    def start(place: Rendezvous) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            job.command(),
-            env=environment | place.environment(),
-            pass_fds=(keep_open,),
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-        )
-
     try:
         with handled_by(forward):
             while True:
                 agents.clear()
                 secret = secrets.token_hex(32)
                 for node in range(job.nodes):  # one by one: a signal reaches those that have been started
-                    agents.append(start(Rendezvous(secret, node, job.nodes, LOOPBACK)))
+                    agent = subprocess.Popen(
+                        job.command(),
+                        env=environment | Rendezvous(secret, node, job.nodes, LOOPBACK).environment(),
+                        pass_fds=(keep_open,),
+                        start_new_session=True,
+                        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                    )
+                    agents.append(agent)
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break

@@ -125,13 +125,6 @@ def _setup(machine: Machine) -> list[str]:
     return lines
 
 
-def _complaint(error: Exception) -> str:
-    """sbatch's message in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
-    return " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
-
-
 @dataclass
 class SlurmJobs:
     """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's lock."""
@@ -196,10 +189,14 @@ class SlurmJobs:
                     record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
                 say(f"submitted job {record.job_id}; its log: {record.log}")
                 return record
-            except (BlockingIOError, FailedJobError, FailedSubmissionError) as error:
-                unreachable = isinstance(error, BlockingIOError)
-                complaint = NO_PROCESS if unreachable else _complaint(error)
-            unreachable, quota = unreachable or bool(TRANSIENT.search(complaint)), QUOTA.search(complaint)
+            except BlockingIOError:
+                unreachable, complaint = True, NO_PROCESS
+            except (FailedJobError, FailedSubmissionError) as error:
+                lines = [line.strip() for line in str(error).splitlines()]
+                errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
+                complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
+                unreachable = bool(TRANSIENT.search(complaint))
+            quota = QUOTA.search(complaint)
             if unreachable:
                 if time.monotonic() > deadline:
                     raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}")
@@ -261,26 +258,23 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
     KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor is `keep_open`.
     """
     try:
-        if machine.launcher == "slurm":
-            with requests() as received:
-                return _submit_and_follow(job, machine, folder, wait_s, received)
-        code, path = run_here(job, machine, folder, keep_open)
+        if machine.launcher != "slurm":
+            code, path = run_here(job, machine, folder, keep_open)
+            return End(path, "COMPLETED" if code == 0 else "FAILED")
+        with requests() as received:
+            queue = Queue(min(machine.poll_s, POLL_S))
+            slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
+            for left in slurm.alive():
+                say(f"cancelling job {left.job_id}, left by an earlier process")
+                cancel_job(left.job_id, left.name)
+            return _follow_once(slurm.submit(job), queue, received, wait_s)
     except Interrupted:
         raise KeyboardInterrupt from None
-    return End(path, "COMPLETED" if code == 0 else "FAILED")
 
 
-def _submit_and_follow(
-    job: Callable[[Path], Job], machine: Machine, folder: Path, wait_s: float, received: Requests
-) -> End:
-    queue = Queue(min(machine.poll_s, POLL_S))
-    slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
-    for left in slurm.alive():
-        say(f"cancelling job {left.job_id}, left by an earlier process")
-        cancel_job(left.job_id, left.name)
-    record = slurm.submit(job)
+def _follow_once(record: JobRecord, queue: Queue, received: Requests, wait_s: float) -> End:
     follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
-    submitted, queued_s = time.monotonic(), 0.0
+    queued_s, submitted = 0.0, time.monotonic()
     waiting_since: float | None = submitted
     for state in follower.states(received.wait):
         now = time.monotonic()
@@ -297,12 +291,5 @@ def _submit_and_follow(
                 waited = f"after {wait_s / 60:g} min in the queue"
                 raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
     lost = follower.tail.not_launched if follower.state.name == "LAUNCH_FAILED" else None
-    return End(
-        record.path,
-        follower.state.name,
-        record.job_id,
-        follower.nodes,
-        queued_s,
-        record.log,
-        None if lost is None else (lost[1] or lost[2], lost[3].strip()),
-    )
+    tasks = None if lost is None else (lost[1] or lost[2], lost[3].strip())
+    return End(record.path, follower.state.name, record.job_id, follower.nodes, queued_s, record.log, tasks)

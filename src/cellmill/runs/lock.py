@@ -64,20 +64,17 @@ class Holder:
 
     def holds(self, lock: Path) -> bool:
         """True if the process is on this host and has the lock file open; its pid alone may have been reused."""
-        if self.host != os.uname().nodename:
-            return False
-        try:
-            return any(link.resolve() == lock.resolve() for link in Path(f"/proc/{self.pid}/fd").iterdir())
-        except OSError:
-            return False
+        with suppress(OSError):
+            links = Path(f"/proc/{self.pid}/fd").iterdir() if self.host == os.uname().nodename else ()
+            return any(link.resolve() == lock.resolve() for link in links)
+        return False
 
     def hands_over(self, lock: Path) -> bool:
         """True if it holds the lock and has a handler of SIGUSR1, which would end it while it starts."""
-        try:
+        with suppress(OSError):
             caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        except OSError:
-            return False
-        return self.holds(lock) and caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+            return self.holds(lock) and caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+        return False
 
 
 @contextmanager
@@ -127,10 +124,9 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def user_name(uid: int) -> str:
-    try:
+    with suppress(KeyError):
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
+    return f"user {uid}"
 
 
 RENEW_S = 10.0
@@ -278,7 +274,7 @@ class FolderWatch:
 
 
 def _inode(folder: Path) -> int | None:
-    """Inode of the lock; None without one, and 0 if nobody can tell."""
+    """Inode of the lock; None without one, and 0 if it cannot be read."""
     try:
         return os.stat(folder / "lock").st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -288,8 +284,7 @@ def _inode(folder: Path) -> int | None:
 
 
 def _device(path: Path) -> int | None:
-    """File system of `path`, or of the nearest folder above it that exists; None if nobody can tell."""
-    try:
+    """File system of `path`, or of the nearest folder above it that exists; None if it cannot be read."""
+    with suppress(OSError):
         return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())
-    except OSError:
-        return None
+    return None
