@@ -113,11 +113,18 @@ def slurm(**changes: Any) -> dict[str, Any]:
     return machine | changes
 
 
-def preflight(capsys: pytest.CaptureFixture[str], profile: str, *more: str) -> tuple[int, list[str], str]:
-    """Exit code, lines, and the error."""
-    code = main(["preflight", "--profile", profile, "--config", "config.yaml", *more])
-    captured = capsys.readouterr()
-    return code, captured.out.splitlines(), captured.err.rstrip("\n")
+Said = tuple[int, list[str], str]
+"""Exit code, lines, and the error."""
+
+
+@pytest.fixture
+def preflight(project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def run(profile: str, *more: str) -> Said:
+        code = main(["preflight", "--profile", profile, "--config", "config.yaml", *more])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.rstrip("\n")
+
+    return run
 
 
 def run_here(*words: str, **environment: str) -> subprocess.Popen[str]:
@@ -225,12 +232,12 @@ def test_the_preflight_command_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_one_preflight_of_a_profile_at_a_time(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_preflight_of_a_profile_at_a_time(preflight: Callable[..., Said]) -> None:
     profile = write_profile(nproc_per_node=1)
     folder = Path("results/preflight/one")
     folder.mkdir(parents=True)
     with locked(folder, "busy"):
-        code, lines, last = preflight(capsys, profile)
+        code, lines, last = preflight(profile)
     line = next(line for line in lines if line.startswith("no  job: "))
     busy = rf"another preflight of this profile is running \(process {os.getpid()} of .+\)"
     assert re.fullmatch(rf"no  job: results/preflight/one: {busy}", line)
@@ -238,13 +245,13 @@ def test_one_preflight_of_a_profile_at_a_time(project: Path, capsys: pytest.Capt
 
 
 def test_a_cluster_that_meets_every_request_is_go_with_a_figure_for_each(
-    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], commands: Callable[..., None]
 ) -> None:
     profile = write_profile(
         plan={"device": "a100"},
         **slurm(mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long"),
     )
-    code, lines, last = preflight(capsys, profile, "--no-job")
+    code, lines, last = preflight(profile, "--no-job")
     assert lines == [
         "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 4 processes",
         "ok  commands: sbatch, srun, squeue, scancel",
@@ -329,15 +336,14 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
     ids=str,
 )  # fmt: skip
 def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
-    project: Path,
+    preflight: Callable[..., Said],
     commands: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
     answers: dict[str, Any],
     line: str,
 ) -> None:
     commands(**answers)
-    code, printed, last = preflight(capsys, write_profile(plan={"device": "a100"}, **slurm(**changes)), "--no-job")
+    code, printed, last = preflight(write_profile(plan={"device": "a100"}, **slurm(**changes)), "--no-job")
     assert line in printed, "\n".join(printed)
     refusals = [each for each in printed if each.startswith("no ")]
     assert refusals == [line] * line.startswith("no ")
@@ -345,12 +351,12 @@ def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
 
 
 def test_missing_commands_are_named_and_the_configuration_is_still_checked(
-    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], project: Path, commands: Callable[..., None]
 ) -> None:
     for name in ("sbatch", "scancel"):
         (project / "bin" / name).unlink()
     code, lines, last = preflight(
-        capsys, write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
+        write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
     )
     misfit = (
         "stream.lanes 48 is not a multiple of 10 processes; set 8 in the profile, or stream.lanes 10 with "
@@ -370,10 +376,10 @@ def test_missing_commands_are_named_and_the_configuration_is_still_checked(
 
 
 def test_every_number_of_nodes_of_a_range_must_fit(
-    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], commands: Callable[..., None]
 ) -> None:
     machine = slurm(nodes="'2-3'", gpus_per_node="", nproc_per_node=3)
-    code, lines, _ = preflight(capsys, write_profile(plan={"device": "a100"}, **machine), "--no-job")
+    code, lines, _ = preflight(write_profile(plan={"device": "a100"}, **machine), "--no-job")
     assert "ok  nodes: 3 of the 5 nodes of gpu are up, requested: 2-3" in lines
     (refused,) = [line for line in lines if line.startswith("no  run tiny: ")]
     assert refused == (
@@ -384,10 +390,7 @@ def test_every_number_of_nodes_of_a_range_must_fit(
 
 
 def test_an_allocation_must_exist_and_be_large_enough(
-    project: Path,
-    commands: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    preflight: Callable[..., Said], commands: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = write_profile(launcher="allocation", nodes=4, nproc_per_node=2)
     wanted = {
@@ -401,31 +404,29 @@ def test_an_allocation_must_exist_and_be_large_enough(
         if nodes is not None:
             monkeypatch.setenv("SLURM_JOB_ID", "5")
             monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
-        code, lines, _ = preflight(capsys, profile, "--no-job")
+        code, lines, _ = preflight(profile, "--no-job")
         assert line in lines
         assert code == (0 if line.startswith("ok") else 2)
 
 
-def test_an_invalid_machine_in_the_profile_is_the_only_reason(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, lines, last = preflight(capsys, write_profile(partition="gpu"))
+def test_an_invalid_machine_in_the_profile_is_the_only_reason(preflight: Callable[..., Said]) -> None:
+    code, lines, last = preflight(write_profile(partition="gpu"))
     assert lines == [
         "no  profile: profiles/one/config.yaml: set-resources: train: unknown key 'partition'; did you mean "
         "'slurm_partition'?"
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
-    code, lines, last = preflight(capsys, write_profile(plan={"device": "a1000"}))
+    code, lines, last = preflight(write_profile(plan={"device": "a1000"}))
     assert lines[0].startswith("no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, ")
 
 
 def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], project: Path
 ) -> None:
     Path(write_profile(), "config.yaml").write_text(
         "default-resources: {slurm_partition: cpu}\nset-resources: {plan: {nodes: 2}, train: {nproc_per_node: 2}}\n"
     )
-    code, lines, last = preflight(capsys, "one", "--no-job")
+    code, lines, last = preflight("one", "--no-job")
     assert lines[1:4] == [
         "?   profile's name: snakemake --profile one does not find it; `cellmill profiles install` links it, or give "
         "profiles/one",
@@ -437,7 +438,7 @@ def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported
     other = project / "home" / "snakemake" / "one" / "config.yaml"
     other.parent.mkdir(parents=True)
     other.write_text("cores: 1\n")
-    _, lines, _ = preflight(capsys, "one", "--no-job")
+    _, lines, _ = preflight("one", "--no-job")
     assert lines[1] == f"?   profile's name: snakemake --profile one reads {other}; give profiles/one"
 
 
@@ -465,22 +466,22 @@ def test_a_wrong_argument_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_configuration_that_is_wrong_is_a_reason(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_is_wrong_is_a_reason(preflight: Callable[..., Said], project: Path) -> None:
     (project / "config.yaml").write_text(CONFIG.replace("lanes", "lane"))
-    code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+    code, lines, _ = preflight(write_profile(), "--no-job")
     assert "no  configuration: config.yaml: stream: unknown key 'lane'; did you mean 'lanes'?" in lines
     assert code == 2
 
 
 def test_genes_are_counted_without_reading_a_count(
-    project: Path, make_h5ad: Callable[..., Path], counts: Any, capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], project: Path, make_h5ad: Callable[..., Path], counts: Any
 ) -> None:
     mouse = make_h5ad(counts, "mouse.h5ad", genes=["Actb", "Gapdh", *(f"nothing{j}" for j in range(35))])
     odd = make_h5ad(counts, "odd.h5ad", genes=["ACTB", "GAPDH", "CD4", *(f"nothing{j}" for j in range(34))])
     table = f"dataset\tpath\nsim\tnone.h5ad\nmouse\t{mouse}\nodd\t{odd}\n"
     (project / "datasets.tsv").write_text(table)
     (project / "config.yaml").write_text(CONFIG + "evaluate: {datasets: [odd]}\nembed: {min_coverage_frac: 0.9}\n")
-    code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+    code, lines, _ = preflight(write_profile(), "--no-job")
     genes = [line for line in lines if "genes of" in line]
     assert genes == [
         "?   genes of sim: none.h5ad does not exist yet",
@@ -503,7 +504,7 @@ def test_genes_are_counted_without_reading_a_count(
     loose = CONFIG.replace("min_genes: 5", "min_genes: 5, min_coverage_frac: 0.05")
     for threshold, start in ((0.9, "?   "), (0.6, "ok  ")):
         (project / "config.yaml").write_text(loose + f"embed: {{min_coverage_frac: {threshold}}}\n")
-        code, lines, _ = preflight(capsys, write_profile(), "--no-job")
+        code, lines, _ = preflight(write_profile(), "--no-job")
         line = next(line for line in lines if "genes of" in line)
         figure = "genes of odd: 3 of 37 (8.1%) have a human Ensembl id; it has 2 (66.7%) of the vocabulary's 3 genes"
         doubt = "; embed.min_coverage_frac is 0.9, of counts, and checked when cells are embedded"
@@ -677,7 +678,7 @@ def test_a_job_that_failed_says_how_far_it_came(
 
 
 def test_each_machine_that_a_run_names_is_checked(
-    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], commands: Callable[..., None]
 ) -> None:
     named = {"slurm_partition": "short", "gpus_per_node": "", "nodes": 1, "nproc_per_node": 1, "runtime": 60}
     Path("profiles/one").mkdir(parents=True)
@@ -685,7 +686,7 @@ def test_each_machine_that_a_run_names_is_checked(
     Path("profiles/one/config.yaml").write_text(yaml.safe_dump({"set-resources": entries}))
     runs = "runs: {tiny: {corpus: sim, parallel: {strategy: ddp}, machine: small}, wide: {corpus: sim}}"
     Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs))
-    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    code, lines, last = preflight("profiles/one", "--no-job")
     assert "ok  time limit: partition gpu (sinfo) allows 2880 min, requested: 600" in lines
     assert "ok  run wide: fits 8 processes: 2 replicas of 4 shards, cells not counted yet" in lines
     assert (
@@ -698,7 +699,7 @@ def test_each_machine_that_a_run_names_is_checked(
     assert record["machine"]["slurm_partition"] == "gpu"
     assert record["machines"]["small"]["machine"]["slurm_partition"] == "short"
     Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs.replace("small", "smal")))
-    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    code, lines, last = preflight("profiles/one", "--no-job")
     unknown = "no machine 'smal' in profiles/one/config.yaml; did you mean 'small'?"
     assert f"no  machine smal, profile: {unknown}" in lines
 
@@ -720,7 +721,7 @@ set-resources:
 
 
 def test_each_stage_is_checked_against_its_partition(
-    project: Path, commands: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    preflight: Callable[..., Said], project: Path, commands: Callable[..., None]
 ) -> None:
     Path("profiles/one").mkdir(parents=True)
     Path("profiles/one/config.yaml").write_text(STAGES)
@@ -730,7 +731,7 @@ def test_each_stage_is_checked_against_its_partition(
     sbatch.write_text(sbatch.read_text().replace("#!/bin/sh", f"#!/bin/sh\n{refuse}"))
     given = Path("config.yaml").read_text()
     Path("config.yaml").write_text(f"{given}evaluate: {{external: {{a: {{command: 'run {{cells}} {{out}}'}}}}}}\n")
-    code, lines, last = preflight(capsys, "profiles/one", "--no-job")
+    code, lines, last = preflight("profiles/one", "--no-job")
     most = "mem_mb: 16000 at most, cpus_per_task: 8 at most"
     assert [line for line in lines if "stage" in line] == [
         f"?   stage preprocess, attempt 3, start: sbatch refuses cpu, 120 min, 18000 MB, 1 CPU: {UNAVAILABLE}; "
