@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cellmill.runs.progress import read_lines
@@ -140,15 +141,8 @@ class Launched:
 
 def pids_with(*words: str) -> list[int]:
     """Processes whose command line has all of these words; all nodes of the rig share this machine's process table."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if all(word in command for word in words):
-            found.append(int(path.parent.name))
-    return found
+    commands = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+    return [pid for pid, command in commands if all(word in command for word in words)]
 
 
 def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> None:

@@ -19,6 +19,8 @@ from cellmill.runs.cost import cost, local_start, sentence, span, visible_gpus, 
 from cellmill.runs.jobs import JobRecord
 from cellmill.runs.progress import training_seconds
 from cellmill.stages import report
+from tests.unit.test_status import command
+from tests.unit.test_status import job as job_of
 
 T = 1_795_249_940.0  # when the first job was submitted
 REQUEUED = """\
@@ -34,23 +36,10 @@ CANCELLED = "2|gpu-a100|CANCELLED by 0|1795249972|1795249973|1795249973|0|2|2||0
 
 def record(train: Path, number: int, **changes: Any) -> JobRecord:
     """Job `number` of a run, two nodes of two GPUs; submitted 100 s after the previous one."""
-    folder = train / "jobs" / f"{number:03}"
-    folder.mkdir(parents=True, exist_ok=True)
-    value: dict[str, Any] = {
-        "path": folder,
-        "job_id": str(number),
-        "name": f"cellmill-run-0123.{number:03}",
-        "submitted_at": T + 100 * (number - 1),
-        "nodes": "1-2",
-        "nproc_per_node": 2,
-        "gpus_per_node": 2,
-        "cpus_per_node": 4,
-        "slurm_partition": "gpu-a100",
-        "runtime": 60,
-        "state": "COMPLETED",
-        "ended_at": T + 100 * (number - 1) + 90,
-    }
-    return JobRecord(**(value | changes)).write()
+    began = T + 100 * (number - 1)
+    size = {"nodes": "1-2", "nproc_per_node": 2, "gpus_per_node": 2, "cpus_per_node": 4, "slurm_partition": "gpu-a100"}
+    ended = {"job_id": str(number), "submitted_at": began, "state": "COMPLETED", "ended_at": began + 90}
+    return job_of(train, number, **size, **(ended | changes))
 
 
 def attempt(job: JobRecord, number: int, started: float, seen: float, ended: float | None, nodes: int = 2) -> None:
@@ -78,13 +67,8 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
     """A sacct with this answer; returns the file with its arguments."""
-    notes = folder / "asked"
-    script = (
-        f"#!/bin/sh\necho \"$SLURM_TIME_FORMAT $*\" >> '{notes}'\n"
-        f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}\n"
-    )
-    (folder / "sacct").write_text(script)
-    (folder / "sacct").chmod(0o755)
+    notes, out = folder / "asked", f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}"
+    command(folder, "sacct", f"echo \"$SLURM_TIME_FORMAT $*\" >> '{notes}'\n{out}")
     return notes
 
 

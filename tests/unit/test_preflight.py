@@ -26,6 +26,7 @@ from cellmill.launch.submit import End
 from cellmill.preflight.node_probe import bus_gb_per_s, busiest
 from cellmill.preflight.nodes import judge_allreduce, judge_end, judge_nodes
 from cellmill.runs.lock import locked
+from tests.unit.test_trackers import processes
 
 CONFIG = """
 corpora: {sim: {table: datasets.tsv}}
@@ -209,21 +210,9 @@ def test_an_interrupt_ends_every_process_and_has_its_own_exit_code(project: Path
     assert process.returncode == 130, printed + complaints
     assert complaints.splitlines()[-1] == "cellmill preflight: interrupted"
     give_up = time.monotonic() + 100
-    while (left := workers_in(project)) and time.monotonic() < give_up:
+    while (left := processes("cellmill.preflight.node_probe", str(project))) and time.monotonic() < give_up:
         time.sleep(0.1)
     assert not left
-
-
-def workers_in(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "cellmill.preflight.node_probe" in words and str(folder) in words:
-            found.append(words)
-    return found
 
 
 def test_the_preflight_command_imports_no_torch() -> None:

@@ -166,23 +166,11 @@ def test_default_resources_do_not_reach_a_training() -> None:
         ({"mem_mb": "8G"}, "mem_mb: expected a number without quotes, got '8G'; `mem: 16G` takes a unit"),
         ({"mem_mb": "0"}, "mem_mb: expected a number without quotes, got '0'; `mem: 16G` takes a unit"),
         ({"mem": "8G", "mem_mb": 8000}, "mem_mb is given twice, in two units"),
-    ],
-)
-def test_a_value_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
-    write_train(**train)
-    with pytest.raises(ConfigError) as error:
-        read_profile("one")
-    assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {message}"
-
-
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
         ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
     ],
 )
-def test_an_invalid_machine_is_one_line_with_the_key(train: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
     write_train(**train)
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cellmill.config.machine import Machine
-from cellmill.errors import Stopped, UserError
+from cellmill.errors import UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
@@ -213,25 +213,42 @@ def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_en
     ) in scripted.capsys.readouterr().out
 
 
-def test_a_time_limit_below_the_start_up_is_said_after_one_job(scripted: Scripted) -> None:
-    scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
-    with pytest.raises(UserError) as error:
-        scripted.run(listed("RUNNING"), listed("TIMEOUT"))
-    assert str(error.value) == (
-        "start-up took 300 s of the limit's 300 s, and no step was made: raise runtime to at least 12 (min) in the "
-        f"profile (job 7, log: {scripted.first / '7_0_log.out'})"
-    )
-    assert len(scripted.calls("sbatch")) == 1
+RUN_SETUP = """
+import subprocess
+setup = script[script.index("# setup"):script.index("# command")]
+subprocess.run(["bash", "-c", setup], env={"SLURMD_NODENAME": "node1"}, stdout=open("LOG", "w"))
+"""
+IMPORTS = ("ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: No module named submitit.core")
 
 
 @pytest.mark.parametrize(
-    "line", ["ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: No module named submitit.core"]
-)
-def test_a_module_that_cannot_be_imported_on_a_node_ends_the_run_after_one_job(scripted: Scripted, line: str) -> None:
-    log = f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n"
-    leaving(scripted, "7_0_log.out", log)
-    with pytest.raises(UserError, match=f"^{line}; check modules, setup and container in the profile"):
-        scripted.run(listed("FAILED"))
+    ("machine", "log", "states", "error"),
+    [
+        ({"runtime": 5}, "", ["RUNNING", "TIMEOUT"],
+         "start-up took 300 s of the limit's 300 s, and no step was made: raise runtime to at least 12 (min) in the "
+         "profile (job 7, log: LOG)"),
+        *(({}, f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n",
+           ["FAILED"], f"{line}; check modules, setup and container in the profile (job 7, log: LOG)")
+          for line in IMPORTS),
+        ({"modules": "cuda/99"}, "", ["RUNNING", "FAILED"],
+         "`module load cuda/99` failed on node1; change modules in the profile (job 7, log: LOG)"),
+        # which sacct says, when squeue has forgotten the job
+        ({}, "", ["CANCELLED by 0"], "job 7 was cancelled by somebody else; run the same command to resume"),
+    ],
+    ids=["short limit", "no module", "no module of Python", "modules", "cancelled"],
+)  # fmt: skip
+def test_an_end_that_another_job_would_not_mend_is_the_error_of_one_job(
+    scripted: Scripted, machine: dict[str, Any], log: str, states: list[str], error: str
+) -> None:
+    scripted.machine, file = scripted.machine.model_copy(update=machine), scripted.first / "7_0_log.out"
+    if "modules" in machine:
+        scripted.hook("sbatch", RUN_SETUP.replace("LOG", str(file)))
+    elif log:
+        leaving(scripted, file.name, log)
+    known = [] if " by " in states[0] else [listed(state) for state in states]
+    with pytest.raises(UserError) as refused:
+        scripted.run(*known, sacct=[[0, f"{states[-1]}\n", ""]])
+    assert str(refused.value) == error.replace("LOG", str(file))
     assert len(scripted.calls("sbatch")) == 1
 
 
@@ -360,11 +377,6 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeyp
         watch.check()
     (tmp_path / "away").rename(tmp_path / "mounted" / "results")
     watch.wait()
-
-
-def test_accounting_is_asked_when_the_queue_has_forgotten_a_job(scripted: Scripted) -> None:
-    with pytest.raises(Stopped, match="job 7 was cancelled by somebody else; run the same command to resume"):
-        scripted.run(before=[NONE], sacct=[[0, "CANCELLED by 0\n", ""]])
 
 
 @pytest.mark.parametrize(
@@ -574,24 +586,6 @@ def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -
     early = Tail(tmp_path / "early")
     early.read()
     assert early.not_launched is not None
-
-
-RUN_SETUP = """
-import subprocess
-setup = script[script.index("# setup"):script.index("# command")]
-subprocess.run(["bash", "-c", setup], env={"SLURMD_NODENAME": "node1"}, stdout=open("LOG", "w"))
-"""
-
-
-def test_a_module_that_cannot_be_loaded_is_the_error_and_not_tried_again(scripted: Scripted) -> None:
-    scripted.machine = scripted.machine.model_copy(update={"modules": "cuda/99"})
-    log = scripted.first / "7_0_log.out"
-    scripted.hook("sbatch", RUN_SETUP.replace("LOG", str(log)))
-    with pytest.raises(UserError) as error:
-        scripted.run(listed("RUNNING"), listed("FAILED"))
-    assert str(error.value) == (
-        f"`module load cuda/99` failed on node1; change modules in the profile (job 7, log: {log})"
-    )
 
 
 def noting(file: Path) -> str:

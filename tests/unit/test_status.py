@@ -84,7 +84,7 @@ def curve(train: Path, *lines: dict[str, Any], age_s: float = 105) -> None:
 def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
     """A submission, with the name that is looked up in SLURM."""
     folder = train / "jobs" / f"{number:03}"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     value: dict[str, Any] = {
         "path": folder,
         "job_id": str(40 + number),

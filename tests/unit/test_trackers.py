@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cellmill.cli import main
@@ -46,6 +47,12 @@ def options(train: Path, **names: dict[str, Any]) -> Track:
     record["options"]["track"] = tree
     (train / "run.json").write_text(json.dumps(record))
     return Track.model_validate(tree)
+
+
+def processes(*words: str) -> list[str]:
+    """Command lines of this machine's processes that have all these words."""
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [command for command in commands if all(word in command for word in words)]
 
 
 def wait_for(path: Path, n: int) -> None:
@@ -148,24 +155,12 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
     os.waitpid(pid, 0)
     append(train, 3)
     deadline = time.monotonic() + 200
-    while _followers(train) and time.monotonic() < deadline:
+    while (left := processes("cellmill.track.follow", str(train))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _followers(train) == []
+    assert left == []
     with followed(train, track, finish_s=1.0):
         pass
     assert [call[1] for call in calls(train / "tracker_a.calls") if call[0] == "log"] == [1, 2, 3]
-
-
-def _followers(train: Path) -> list[str]:
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = file.read_bytes().decode(errors="replace")
-        except OSError:  # it has ended
-            continue
-        if "cellmill.track.follow" in text and str(train) in text:
-            found.append(text)
-    return found
 
 
 def test_a_run_is_sent_after_the_fact_and_what_was_written_since(

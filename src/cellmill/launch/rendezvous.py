@@ -41,6 +41,7 @@ Endpoint = tuple[str, int]
 """Address and port of one end of a connection."""
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
+Streams = tuple[Reader, Writer]
 Handler = Callable[[Reader, Writer], Awaitable[None]]
 
 
@@ -165,15 +166,15 @@ class Relay:
                 return await asyncio.start_server(self._serve(self._for_node), host, port, backlog=1024)
         raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
 
-    def _serve(self, upstream: Callable[[Reader, Writer], Awaitable[socket.socket | None]]) -> Handler:
+    def _serve(self, upstream: Callable[[Reader, Writer], Awaitable[Streams | None]]) -> Handler:
         """Join a connection with the one that `upstream` opens; drop it if that is None."""
 
         async def serve(reader: Reader, writer: Writer) -> None:
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                if (other := await upstream(reader, writer)) is not None:
-                    far_reader, far_writer = await asyncio.open_connection(sock=other)
-                    copies = [asyncio.ensure_future(_copy(reader, far_writer))]
-                    copies.append(asyncio.ensure_future(_copy(far_reader, writer)))
+                if (far := await upstream(reader, writer)) is not None:
+                    far_reader, far_writer = far
+                    pairs = ((reader, far_writer), (far_reader, writer))
+                    copies = [asyncio.ensure_future(_copy(*pair)) for pair in pairs]
                     try:
                         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
                     finally:
@@ -184,12 +185,12 @@ class Relay:
 
         return serve
 
-    async def _for_own_process(self, reader: Reader, writer: Writer) -> socket.socket | None:
+    async def _for_own_process(self, reader: Reader, writer: Writer) -> Streams | None:
         if user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port)) != os.getuid():
             return None
         return await self._to_first_node() if self.store is None else await self._to_store(self.store)
 
-    async def _for_node(self, reader: Reader, writer: Writer) -> socket.socket | None:
+    async def _for_node(self, reader: Reader, writer: Writer) -> Streams | None:
         """Both prove that they know the secret, over nonces of both and the port, so that nobody can pass it on."""
         port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
         writer.write(nonce)
@@ -200,11 +201,11 @@ class Relay:
         writer.write(self.rendezvous.proof("entrance", port, nonce, theirs))
         return await self._to_store(self.store)
 
-    async def _to_store(self, store: Gate) -> socket.socket:
+    async def _to_store(self, store: Gate) -> Streams:
         async with self._admitting:
-            return await store.connect()
+            return await asyncio.open_connection(sock=await store.connect())
 
-    async def _to_first_node(self) -> socket.socket:
+    async def _to_first_node(self) -> Streams:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
         began, host = asyncio.get_running_loop().time(), self.rendezvous.host
         while True:
@@ -221,36 +222,22 @@ class Relay:
                             file=sys.stderr,
                             flush=True,
                         )
-                except (OSError, TimeoutError):
+                except (OSError, TimeoutError, asyncio.IncompleteReadError):
                     pass
             await asyncio.sleep(_RETRY_S)
 
-    async def _knock(self, port: int) -> socket.socket | None:
+    async def _knock(self, port: int) -> Streams | None:
         """A connection through the entrance at `port`; None if something else listens there."""
-        loop = asyncio.get_running_loop()
-        addresses = await loop.getaddrinfo(self.rendezvous.host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = addresses[0]
+        reader, writer = await asyncio.open_connection(self.rendezvous.host, port)
         with ExitStack() as on_failure:
-            connection = on_failure.enter_context(socket.socket(family, kind, protocol))
-            connection.setblocking(False)
-            await loop.sock_connect(connection, address)
-            theirs, ours = await _receive(connection, _NONCE), secrets.token_bytes(_NONCE)
-            await loop.sock_sendall(connection, ours + self.rendezvous.proof("node", str(port), theirs, ours))
+            on_failure.callback(writer.close)
+            theirs, ours = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
+            writer.write(ours + self.rendezvous.proof("node", str(port), theirs, ours))
             expected = self.rendezvous.proof("entrance", str(port), theirs, ours)
-            if hmac.compare_digest(await _receive(connection, _PROOF), expected):
+            if hmac.compare_digest(await reader.readexactly(_PROOF), expected):
                 on_failure.pop_all()
-                return connection
+                return reader, writer
         return None
-
-
-async def _receive(source: socket.socket, size: int) -> bytes:
-    got = b""
-    while len(got) < size:
-        part = await asyncio.get_running_loop().sock_recv(source, size - len(got))
-        if not part:
-            raise ConnectionResetError("closed")
-        got += part
-    return got
 
 
 async def _copy(reader: Reader, writer: Writer) -> None:
