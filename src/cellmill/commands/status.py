@@ -73,8 +73,7 @@ WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", 
 STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
 """End states after which the same command resumes."""
 POLL_S = 1.0
-KILLED = "stopped (killed)"
-"""On this machine, without a chance to save: it resumes from its last checkpoint."""
+KILLED = "stopped (killed)"  # on this machine, without a chance to save: it resumes from its last checkpoint
 
 
 def status(*, runs: list[str], results: Path) -> None:

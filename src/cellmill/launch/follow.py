@@ -77,21 +77,16 @@ class JobFollower:
     """Polls a job, prints each change of its state, and reads its log."""
 
     job_id: str
-    name: str
-    """A job of the same id and another name is not followed, and never cancelled."""
+    name: str  # a job of the same id and another name is not followed, and never cancelled
     queue: Queue
     tail: Tail
-    record: JobRecord | None = None
-    """Updated with every state; None to change no file."""
-    patience_s: float = PATIENCE_S
-    """How long the queue may give no answer."""
+    record: JobRecord | None = None  # updated with every state; None to change no file
+    patience_s: float = PATIENCE_S  # how long the queue may give no answer
     slowest_poll_s: float = 0.0
     """The longer the job is followed, the less often the queue is queried, down to once in this time. 0: at every call
     of `alive`, as often as `queue` allows."""
-    state: JobState = field(default=JobState(""), init=False)
-    """The last state that SLURM reported."""
-    nodes: str = field(default="", init=False)
-    """The last nodes it ran on, as SLURM writes them: node[1-2]."""
+    state: JobState = field(default=JobState(""), init=False)  # the last state that SLURM reported
+    nodes: str = field(default="", init=False)  # the last nodes it ran on, as SLURM writes them: node[1-2]
 
     def __post_init__(self) -> None:
         self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0

@@ -35,12 +35,9 @@ class Job:
     arguments: list[str]
     nodes: int
     nproc_per_node: int
-    max_restarts: int = 0
-    """Restarts of all processes after one was lost; see `Restarts`."""
-    error_file: str = ""
-    """File for the line of a process that knows why it failed."""
-    state_file: str = ""
-    """JSON file whose `step` is the step that the latest start resumed from."""
+    max_restarts: int = 0  # restarts of all processes after one was lost; see `Restarts`
+    error_file: str = ""  # file for the line of a process that knows why it failed
+    state_file: str = ""  # JSON file whose `step` is the step that the latest start resumed from
     cores: int = 0
     """CPU cores that the processes of a node share; 0 for all that this process may use."""
 

@@ -68,8 +68,7 @@ class NodeTask:
     secret: str
     """Known to the nodes of the job alone; the file is in a folder that nobody else can read."""
     interface: str
-    folder: str
-    """For attempt files and the error, shared by all nodes."""
+    folder: str  # for attempt files and the error, shared by all nodes
     max_restarts: int = 0
     state_file: str = ""
 

@@ -45,8 +45,7 @@ class QueuedJob:
 
     job_id: str
     state: JobState
-    name: str
-    """For the job of a stage, the stage."""
+    name: str  # for the job of a stage, the stage
     limit: str = ""
     """Its time limit and number of nodes, as SLURM writes them; only for the job of a stage."""
     nodes: str = ""
@@ -146,8 +145,7 @@ def expand(nodelist: str) -> list[str]:
     return hosts
 
 
-WATCH_S = 15.0
-"""Between two looks; a job that pends in two of them is reported."""
+WATCH_S = 15.0  # between two looks; a job that pends in two of them is reported
 _LISTED = 5
 
 

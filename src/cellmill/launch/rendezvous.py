@@ -37,8 +37,7 @@ RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
-Endpoint = tuple[str, int]
-"""Address and port of one end of a connection."""
+Endpoint = tuple[str, int]  # address and port of one end of a connection
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
 Streams = tuple[Reader, Writer]
@@ -57,8 +56,7 @@ class Rendezvous:
     secret: str
     node: int
     nodes: int
-    host: str
-    """The first node."""
+    host: str  # the first node
 
     @classmethod
     def from_environment(cls) -> "Rendezvous":

@@ -27,11 +27,9 @@ from cellmill.runs.jobs import CANCELLED, FOREIGN, GONE, UNKNOWN, JobRecord, Job
 from cellmill.runs.lock import FolderDeleted, FolderWatch, living
 from cellmill.runs.progress import training_seconds
 
-SHARE = 0.5
-"""From this part of its time on, a job was mostly start-up."""
+SHARE = 0.5  # from this part of its time on, a job was mostly start-up
 IN_A_ROW = 2
-EARLY_S = 90.0
-"""SLURM may announce the limit a minute early."""
+EARLY_S = 90.0  # SLURM may announce the limit a minute early
 
 
 @dataclass

@@ -132,10 +132,8 @@ class SlurmJobs:
     jobs: Jobs
     queue: Queue
     machine: Machine
-    requests: Requests = field(default_factory=Requests)
-    """Any request ends a wait with Interrupted."""
-    patience_s: float = PATIENCE_S
-    """Longest time without an answer from SLURM."""
+    requests: Requests = field(default_factory=Requests)  # any request ends a wait with Interrupted
+    patience_s: float = PATIENCE_S  # longest time without an answer from SLURM
 
     def alive(self) -> list[QueuedJob]:
         """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""
@@ -233,13 +231,11 @@ class StillQueued(UserError):
 
 @dataclass(frozen=True)
 class End:
-    path: Path
-    """Its folder."""
+    path: Path  # its folder
     state: str
     """SLURM's word; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task."""
     job_id: str = ""
-    nodes: str = ""
-    """As SLURM writes them, such as node[1-2]."""
+    nodes: str = ""  # as SLURM writes them, such as node[1-2]
     queued_s: float = 0.0
     log: Path | None = None
     lost: tuple[str, str] | None = None

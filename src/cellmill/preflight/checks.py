@@ -21,8 +21,7 @@ from cellmill.preflight.profile import Profile, assigned, check_machine, entries
 from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
 from cellmill.runs.jobs import CommandError
 
-TRAIN = "set-resources: train:"
-"""Section of the profile with the keys that remedies name."""
+TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
 NEEDED = ("sbatch", "srun", "squeue", "scancel")
 
 
@@ -211,8 +210,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
 }
 """Stages that are no local rules, and what their rules declare: a number for the smallest input and the MB of input
 that add 1 to it, both times the attempt. default-resources lie under it, set-resources over."""
-THREADS_ON_A_GPU = 4
-"""CPU cores of such a rule; the others have 1."""
+THREADS_ON_A_GPU = 4  # CPU cores of such a rule; the others have 1
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 

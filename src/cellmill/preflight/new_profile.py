@@ -30,8 +30,7 @@ class Request:
 
     partition: str = ""
     nodes: str = ""
-    gpus: int | None = None
-    """Per node; 0 for processes on CPU cores."""
+    gpus: int | None = None  # per node; 0 for processes on CPU cores
     account: str = ""
     qos: str = ""
 
@@ -43,8 +42,7 @@ class Offer:
     partition: Partition
     nodes: list[Node]
     gpus: int = 0
-    kind: str = ""
-    """Type of the GPUs as SLURM names it; "" for one without a name."""
+    kind: str = ""  # type of the GPUs as SLURM names it; "" for one without a name
 
     @property
     def sliced(self) -> bool:
@@ -143,8 +141,7 @@ def _contents(partition: Partition) -> str:
 
 
 RETRIES = 2
-COMMENTS_AT = 28
-"""Column of the comments, where the text before them is not longer."""
+COMMENTS_AT = 28  # column of the comments, where the text before them is not longer
 
 
 @dataclass(frozen=True)
@@ -154,8 +151,7 @@ class Place:
     partition: str = ""
     qos: str = ""
     limit_min: int | None = None
-    mem_mb: int | None = None
-    """0 where SLURM does not manage memory: no job may request any."""
+    mem_mb: int | None = None  # 0 where SLURM does not manage memory: no job may request any
     cpus: int | None = None
 
 
@@ -163,17 +159,12 @@ class Place:
 class Site:
     """What a profile knows of its cluster, and the rules do not."""
 
-    head: str
-    """First comment."""
-    machine: Machine
-    """Of train."""
-    device: str
-    """Of plan."""
+    head: str  # first comment
+    machine: Machine  # of train
+    device: str  # of plan
     stages: Place
-    vectors: Place
-    """Of the stages ON_A_GPU."""
-    gpu: Mapping[str, str | int]
-    """Resources of these stages; comments if `vectors` has no partition."""
+    vectors: Place  # of the stages ON_A_GPU
+    gpu: Mapping[str, str | int]  # resources of these stages; comments if `vectors` has no partition
     status_command: str
     why: Mapping[str, str] = field(default_factory=dict)
     """The reason of a value; it follows the general comment of its key."""
@@ -251,12 +242,9 @@ def _flow(keys: Mapping[str, str | int]) -> str:
 
 
 SAVE_WITHIN_S = 300
-LEAST_JOB_AGE_S = 200
-"""The plugin queries a job every 180 s at least; squeue must still list it."""
-ASSUMED = "a100"
-"""Device of the plan where SLURM does not name one that the planner knows."""
-Reasoned = tuple[str, str]
-"""A value and where it is from."""
+LEAST_JOB_AGE_S = 200  # the plugin queries a job every 180 s at least; squeue must still list it
+ASSUMED = "a100"  # device of the plan where SLURM does not name one that the planner knows
+Reasoned = tuple[str, str]  # a value and where it is from
 
 
 def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:

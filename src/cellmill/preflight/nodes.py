@@ -201,8 +201,7 @@ def _names(nodes: list[dict[str, Any]]) -> str:
     return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} nodes"
 
 
-HEAD = "head.json"
-"""Rewritten by this machine every second: its token and time."""
+HEAD = "head.json"  # rewritten by this machine every second: its token and time
 ALLREDUCE = "allreduce.json"
 JOB_MIN = 10  # time limit of the job; it takes well under a minute once its nodes have connected
 SAVE_WITHIN_S = 30

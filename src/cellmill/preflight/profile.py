@@ -44,8 +44,7 @@ class Profile:
     """Resources that a profile, or a command with its profiles, gives the rules train and plan."""
 
     name: str = "profile"
-    path: Path = Path("the profile")
-    """Its file."""
+    path: Path = Path("the profile")  # its file
     rules: Rules = field(default_factory=dict)
     over: Path | None = None
     """The file of profiles/default, which Snakemake loads unasked and which wins key by key."""

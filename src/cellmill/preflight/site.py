@@ -32,10 +32,8 @@ class Node:
 
     name: str
     state: str
-    gpus: dict[str, int]
-    """Number of GPUs by type; "" for GPUs without one."""
-    cpus: int
-    """Without cores reserved for the system."""
+    gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without one
+    cpus: int  # without cores reserved for the system
     memory_mb: int
     features: frozenset[str]
 
@@ -56,26 +54,18 @@ class Partition:
 
     name: str
     default: bool
-    state: str
-    """up, or another of sinfo's states."""
+    state: str  # up, or another of sinfo's states
     limit_min: int | None
     nodes: list[Node]
     max_nodes: int | None = None
-    max_cpus: int | None = None
-    """Per node."""
-    max_mem_mb: int | None = None
-    """Per node."""
+    max_cpus: int | None = None  # per node
+    max_mem_mb: int | None = None  # per node
     max_mem_per_cpu_mb: int | None = None
-    accounts: frozenset[str] | None = None
-    """Accounts that may use it."""
-    qos: frozenset[str] | None = None
-    """QOS that may be used in it."""
-    groups: frozenset[str] | None = None
-    """Groups whose users may use it."""
-    own_qos: str = ""
-    """QOS whose limits all its jobs have."""
-    reserved: bool = False
-    """Hidden, or for root or reservations only."""
+    accounts: frozenset[str] | None = None  # accounts that may use it
+    qos: frozenset[str] | None = None  # QOS that may be used in it
+    groups: frozenset[str] | None = None  # groups whose users may use it
+    own_qos: str = ""  # QOS whose limits all its jobs have
+    reserved: bool = False  # hidden, or for root or reservations only
 
     @property
     def up(self) -> list[Node]:
@@ -98,17 +88,13 @@ class SlurmFacts:
     """SLURM's answers."""
 
     partitions: dict[str, Partition]
-    configuration: dict[str, str]
-    """SLURM's own, by key: SelectType, MinJobAge …"""
-    no_accounting: str = ""
-    """The reason, if sacct has nothing to read."""
-    accounts: dict[str, set[str]] = field(default_factory=dict)
-    """QOS of each account of this user."""
+    configuration: dict[str, str]  # SLURM's own, by key: SelectType, MinJobAge …
+    no_accounting: str = ""  # the reason, if sacct has nothing to read
+    accounts: dict[str, set[str]] = field(default_factory=dict)  # QOS of each account of this user
     default_account: str = ""
     qos_min: dict[str, int] = field(default_factory=dict)
     """Minutes that a job may take in each QOS that has such a limit."""
-    groups: set[str] = field(default_factory=set)
-    """Unix groups of this user."""
+    groups: set[str] = field(default_factory=set)  # Unix groups of this user
 
     def usable(self) -> list[Partition]:
         """Partitions that are up, have a node that is up, and accept this user."""

@@ -25,8 +25,7 @@ from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, second
 from cellmill.runs.progress import training_seconds
 
 OWN_FILES = "own files"
-LOCAL = "local"
-"""Partition of a start on this machine."""
+LOCAL = "local"  # partition of a start on this machine
 LOST = "it left no attempt file, and there is no accounting of it"
 RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"})
 """End states of jobs that ran: without an attempt file, how long is unknown."""
@@ -36,25 +35,20 @@ RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL",
 class Start:
     """One start of a job, or a wait in the queue that never became one. Times are seconds since 1970; None: unknown."""
 
-    job_id: str
-    """Empty on this machine."""
+    job_id: str  # empty on this machine
     partition: str
     state: str
     submitted_at: float | None
     started_at: float | None
-    ended_at: float | None
-    """While it runs, when it was last seen."""
+    ended_at: float | None  # while it runs, when it was last seen
     queue_wait_s: float | None
     elapsed_s: float | None
     nodes: int | None
     processes: int | None
     gpus: int | None
-    cpus: int | None
-    """Allocated cores."""
-    cpu_s: float | None = None
-    """CPU time used."""
-    max_memory_gb: float | None = None
-    """Peak memory of one node's processes together."""
+    cpus: int | None  # allocated cores
+    cpu_s: float | None = None  # CPU time used
+    max_memory_gb: float | None = None  # peak memory of one node's processes together
     source: str = OWN_FILES
 
 

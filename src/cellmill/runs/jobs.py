@@ -35,12 +35,10 @@ from cellmill.config.machine import Machine
 from cellmill.errors import DataError
 from cellmill.files import fsync, read_json, write_json
 
-GONE = "GONE"
-"""SLURM no longer knows the job."""
+GONE = "GONE"  # SLURM no longer knows the job
 FOREIGN = "FOREIGN"
 """SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
-UNKNOWN = "UNKNOWN"
-"""squeue gave no usable answer."""
+UNKNOWN = "UNKNOWN"  # squeue gave no usable answer
 UNLISTED = "not in squeue"
 """Reason of a state that sacct alone reports: the job may be one that the controller lost."""
 ALIVE = {
@@ -167,8 +165,7 @@ CANCELLED = "cancelled"
 class JobRecord:
     """One submission, as in job.json. Times are seconds since 1970."""
 
-    path: Path
-    """Its folder."""
+    path: Path  # its folder
     job_id: str
     name: str
     submitted_at: float

@@ -45,8 +45,7 @@ class Holder:
     pid: int = 0
     host: str = ""
     user: str = ""
-    follows: bool = False
-    """It only follows a training that runs elsewhere."""
+    follows: bool = False  # it only follows a training that runs elsewhere
 
     @classmethod
     def read(cls, file: TextIO) -> Holder:
@@ -237,8 +236,7 @@ def _last_sign(file: Path) -> tuple[int, float] | None:
         probe.unlink(missing_ok=True)
 
 
-SURE_S = 5.0
-"""How long the folder has to be gone."""
+SURE_S = 5.0  # how long the folder has to be gone
 
 
 class FolderDeleted(DataError):

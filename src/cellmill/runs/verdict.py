@@ -8,8 +8,7 @@ interval says nothing, and the comparison is undecided.
 from dataclasses import dataclass
 from typing import Literal
 
-TOLERANCE = 5e-4
-"""Differences below this print as 0.000: the two are level."""
+TOLERANCE = 5e-4  # differences below this print as 0.000: the two are level
 FEWEST = 3
 """Independent units from which an interval is of use: with two, the quantile of Student's t is 12.7."""
 Outcome = Literal["ahead", "level", "behind", "undecided"]
@@ -20,13 +19,11 @@ class Verdict:
     compared: str
     against: str
     metric: str
-    difference: float
-    """`compared` minus `against`, in the metric."""
+    difference: float  # `compared` minus `against`, in the metric
     interval: tuple[float, float] | None
     """95 % interval of the difference; None where none was estimated, and the difference alone decides."""
     outcome: Outcome
-    n: int | None = None
-    """Number of independent units of a comparison that they leave undecided."""
+    n: int | None = None  # number of independent units of a comparison that they leave undecided
 
 
 def compare(

@@ -43,16 +43,11 @@ from cellmill.track.tracker import ArtifactTracker
 class Sent:
     """The part of a run that a tracker or observer has; in sent.json of its folder."""
 
-    id: str
-    """Of the run at the tracker, the same after every resume."""
-    step: int = 0
-    """Newest step that was sent."""
-    kinds: list[str] = field(default_factory=list)
-    """Kinds of lines sent for that step, see `kind_of`."""
-    checkpoint: int = 0
-    """Step of the newest checkpoint that an observer was given."""
-    artifacts: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each file that was sent, by name."""
+    id: str  # of the run at the tracker, the same after every resume
+    step: int = 0  # newest step that was sent
+    kinds: list[str] = field(default_factory=list)  # kinds of lines sent for that step, see `kind_of`
+    checkpoint: int = 0  # step of the newest checkpoint that an observer was given
+    artifacts: dict[str, str] = field(default_factory=dict)  # SHA-256 of each file that was sent, by name
 
     @classmethod
     def read(cls, path: Path, new_id: str) -> "Sent":
@@ -135,8 +130,7 @@ ARTIFACTS = (
 )
 """Files of a run that trackers get, by name."""
 REPORT = "report/index.html"
-LINES = 200
-"""Lines sent before the record of what was sent is written again."""
+LINES = 200  # lines sent before the record of what was sent is written again
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -242,8 +236,7 @@ def without_secrets(text: str) -> str:
 
 
 POLL_S = 1.0
-FINISH_S = 30.0
-"""For all followers together."""
+FINISH_S = 30.0  # for all followers together
 FINISHED, WARNED = 10, 11
 """Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own."""
 

@@ -14,8 +14,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from cellmill.config.parts.trackers import TensorboardConfig
 
-TEXTS = {".json": "json", ".md": ""}
-"""Files that are shown as text, and their language in Markdown."""
+TEXTS = {".json": "json", ".md": ""}  # files that are shown as text, and their language in Markdown
 LONGEST = 100_000
 
 
