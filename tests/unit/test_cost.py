@@ -133,15 +133,11 @@ def test_without_accounting_the_cost_comes_from_attempt_files(tmp_path: Path, no
         ("", 1, "sacct: error: slurm_persist_conn_open: Connection refused", "Connection refused"),
         ("", 0, "", "sacct does not know the job"),
         ("Slurm accounting storage is disabled\n", 0, "", "sacct answered 'Slurm accounting storage is disabled'"),
-        (
-            CANCELLED.replace("|0|2|2|", "|0|two|2|").replace("2|gpu", "1|gpu"),
-            0,
-            "",
-            "sacct: expected a number, got 'two'",
-        ),
+        (CANCELLED.replace("|0|2|2|", "|0|two|2|").replace("2|gpu", "1|gpu"), 0, "",
+         "sacct: expected a number, got 'two'"),
         (REQUEUED.replace("NAME", "another"), 0, "", "sacct does not know the job"),
     ],
-)
+)  # fmt: skip
 def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_recorded(
     tmp_path: Path, no_slurm: Path, answer: str, code: int, error: str, reason: str
 ) -> None:

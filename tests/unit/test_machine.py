@@ -63,23 +63,17 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
         ({"nodes": "3-2"}, "nodes: expected a number such as 2 or a range such as 1-2, got '3-2'"),
         ({"nodes": "1-2"}, "nodes: a range such as 1-2 requires launcher slurm, got local"),
         ({"nproc_per_node": 0}, "nproc_per_node: input should be greater than or equal to 1, got 0"),
-        (
-            {"gpus_per_node": "4", "gres": "gpu:4"},
-            "gpus_per_node '4' and gres 'gpu:4' request GPUs twice; set one to ''",
-        ),
-        (
-            {"launcher": "slurm", "runtime": 2, "save_within_s": 120},
-            "save_within_s 120 leaves no time in a runtime of 2 min; lower it",
-        ),
-        (
-            {"sbatch_options": "exclusive signal=KILL"},
-            "sbatch_options: 'signal' is set by cellmill and cannot be changed here",
-        ),
+        ({"gpus_per_node": "4", "gres": "gpu:4"},
+         "gpus_per_node '4' and gres 'gpu:4' request GPUs twice; set one to ''"),
+        ({"launcher": "slurm", "runtime": 2, "save_within_s": 120},
+         "save_within_s 120 leaves no time in a runtime of 2 min; lower it"),
+        ({"sbatch_options": "exclusive signal=KILL"},
+         "sbatch_options: 'signal' is set by cellmill and cannot be changed here"),
         ({"srun_options": "--output=x"}, "srun_options: 'output' is set by cellmill and cannot be changed here"),
         ({"qos": "a\nb"}, "qos: expected one line of printable text, got 'a\\nb'"),
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
     ],
-)
+)  # fmt: skip
 def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     with refused(f"profile: {message}"):
         check_options(Machine, given, "profile")

@@ -435,16 +435,12 @@ def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported
     ("words", "message"),
     [
         (["--profile", "none"], "cellmill preflight: no profile 'none': none of profiles/none, "),
-        (
-            ["--profile", "one", "--wait-min", "0"],
-            "cellmill preflight: --wait-min: expected a number of minutes above 0, got 0",
-        ),
-        (
-            ["--profile", "one", "--wait-min", "nan"],
-            "cellmill preflight: --wait-min: expected a number of minutes above 0, got nan",
-        ),
+        (["--profile", "one", "--wait-min", "0"],
+         "cellmill preflight: --wait-min: expected a number of minutes above 0, got 0"),
+        (["--profile", "one", "--wait-min", "nan"],
+         "cellmill preflight: --wait-min: expected a number of minutes above 0, got nan"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_argument_is_one_line(
     project: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:

@@ -153,14 +153,10 @@ def test_default_resources_do_not_reach_a_training() -> None:
     [
         ({"nodes": "1-2"}, "nodes: Snakemake reads '1-2' as -1; write \"'1-2'\", in both quotes"),
         ({"nodes": -1}, "nodes: -1 is negative"),
-        (
-            {"slurm_partition": "all"},
-            "slurm_partition: Snakemake reads 'all' as Python; write \"'all'\", in both quotes, for a text",
-        ),
-        (
-            {"mem_mb": "input.size_mb"},
-            "mem_mb: expected a number without quotes, got 'input.size_mb'; `mem: 16G` takes a unit",
-        ),
+        ({"slurm_partition": "all"},
+         "slurm_partition: Snakemake reads 'all' as Python; write \"'all'\", in both quotes, for a text"),
+        ({"mem_mb": "input.size_mb"},
+         "mem_mb: expected a number without quotes, got 'input.size_mb'; `mem: 16G` takes a unit"),
         ({"runtime": "1-00:00:00"}, "runtime: expected a time such as 90 (minutes) or 2h, got '1-00:00:00'"),
         ({"mem": "lots"}, "mem: expected a size such as 16000 (MB) or 16G, got 'lots'"),
         ({"mem_mb": "8G"}, "mem_mb: expected a number without quotes, got '8G'; `mem: 16G` takes a unit"),
@@ -169,7 +165,7 @@ def test_default_resources_do_not_reach_a_training() -> None:
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
         ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
     write_train(**train)
     with pytest.raises(ConfigError) as error:

@@ -149,10 +149,8 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     ("words", "wanted"),
     [
         # slices of one GPU cannot form a training
-        (
-            ["--partition", "mig"],
-            {"gpus_per_node": "1g.10gb:1", "nproc_per_node": 1, "cpus_per_task": 2, "runtime": 60},
-        ),
+        (["--partition", "mig"],
+         {"gpus_per_node": "1g.10gb:1", "nproc_per_node": 1, "cpus_per_task": 2, "runtime": 60}),
         # a share of the smallest node that has them; a100 are too few
         (["--gpus", "6"], {"gpus_per_node": "h100:6", "nproc_per_node": 6, "cpus_per_task": 69, "mem_mb": 773250}),
         (["--nodes", "2-2", "--qos", "max"], {"nodes": "2-2", "gpus_per_node": "h100:8", "qos": "max"}),
@@ -160,7 +158,7 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
         (["--partition", "debug", "--account", "all"], {"runtime": 30, "slurm_account": "all", "save_within_s": 300}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_choose(cluster: Callable[..., None], words: list[str], wanted: dict[str, Any]) -> None:
     cluster()
     machine, tree, _ = new(*words)
@@ -179,43 +177,25 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
 @pytest.mark.parametrize(
     ("sinfo", "config", "train", "embed", "device"),
     [
-        (
-            site("gpu:h100:4"),
-            CONFIG.replace("cons_tres", "cons_res"),
-            {"gres": "gpu:h100:4", "nproc_per_node": 4, "gpus_per_node": ""},
-            {"gres": "gpu:h100:1", "tasks_per_gpu": 0},
-            "h100",
-        ),
+        (site("gpu:h100:4"), CONFIG.replace("cons_tres", "cons_res"),
+         {"gres": "gpu:h100:4", "nproc_per_node": 4, "gpus_per_node": ""},
+         {"gres": "gpu:h100:1", "tasks_per_gpu": 0}, "h100"),
         # the plugin refuses a hyphen in gpu_model
-        (
-            site("gpu:nvidia_a100-sxm4-80gb:2,shard:a100:16"),
-            CONFIG,
-            {"gpus_per_node": "nvidia_a100-sxm4-80gb:2", "nproc_per_node": 2},
-            {"gpu": 1, "tasks_per_gpu": 0},
-            "a100-80gb",
-        ),
+        (site("gpu:nvidia_a100-sxm4-80gb:2,shard:a100:16"), CONFIG,
+         {"gpus_per_node": "nvidia_a100-sxm4-80gb:2", "nproc_per_node": 2}, {"gpu": 1, "tasks_per_gpu": 0},
+         "a100-80gb"),
         (site("gpu:a100:2", "ib_40g,gpu_40gb"), CONFIG, {}, ONE_A100, "a100-40gb"),
         (site("gpu:a100:2", "ib_40g"), CONFIG, {}, ONE_A100, "a100?"),
         (site("gpu:2", "ib,h200"), CONFIG, {"gpus_per_node": "2"}, {"gpu": 1, "tasks_per_gpu": 0}, "h200"),
-        (
-            site("gpu:rtx_a1000"),
-            CONFIG,
-            {"gpus_per_node": "rtx_a1000:1"},
-            {"gpu": 1, "gpu_model": "rtx_a1000", "tasks_per_gpu": 0},
-            "a100?",
-        ),
+        (site("gpu:rtx_a1000"), CONFIG, {"gpus_per_node": "rtx_a1000:1"},
+         {"gpu": 1, "gpu_model": "rtx_a1000", "tasks_per_gpu": 0}, "a100?"),
         # names that Snakemake and YAML read as something else
-        (
-            site("gpu:max:2", name="all"),
-            CONFIG,
-            {"slurm_partition": "all"},
-            {"gpu": 1, "gpu_model": "'max'", "tasks_per_gpu": 0},
-            "a100?",
-        ),
+        (site("gpu:max:2", name="all"), CONFIG, {"slurm_partition": "all"},
+         {"gpu": 1, "gpu_model": "'max'", "tasks_per_gpu": 0}, "a100?"),
         (site("N/A", name="null", limit="1:00"), CONFIG, {"slurm_partition": "null", "save_within_s": 15}, {}, "cpu"),
     ],
     ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
-)
+)  # fmt: skip
 def test_odd_sites(
     cluster: Callable[..., None], sinfo: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
 ) -> None:
@@ -258,15 +238,11 @@ def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callabl
     [
         ("lab||normal\n", "", "", ("lab", "", "your only account (sacctmgr)")),
         ("a||x\nb||y\n", "", "", ("", "", "one of a, b (sacctmgr); --account chooses it")),
-        (
-            "a||x\nb||gpu,normal\n",
-            "a",
-            partition("p", accounts="b,c", qos="long,normal,gpu"),
-            ("b", "normal", "your only account that partition p accepts (sacctmgr)"),
-        ),
+        ("a||x\nb||gpu,normal\n", "a", partition("p", accounts="b,c", qos="long,normal,gpu"),
+         ("b", "normal", "your only account that partition p accepts (sacctmgr)")),
     ],
     ids=["one", "several", "not the default"],
-)
+)  # fmt: skip
 def test_account_and_qos_are_those_that_the_partition_accepts(
     cluster: Callable[..., None], accounts: str, default: str, rules: str, wanted: tuple[str, str, str]
 ) -> None:
@@ -314,24 +290,18 @@ CONTENTS = (
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["mine", "--partition", "gp"],
-            "--partition gp: there is none; expected one of cpu, debug, gpu, mig, old, root",
-        ),
+        (["mine", "--partition", "gp"],
+         "--partition gp: there is none; expected one of cpu, debug, gpu, mig, old, root"),
         (["mine", "--partition", "old"], "--partition old: it is down; expected one that is up"),
-        (
-            ["mine", "--partition", "gpu", "--gpus", "9"],
-            f"--partition gpu --nodes 1 --gpus 9: expected at most what is up, which is {CONTENTS}",
-        ),
+        (["mine", "--partition", "gpu", "--gpus", "9"],
+         f"--partition gpu --nodes 1 --gpus 9: expected at most what is up, which is {CONTENTS}"),
         (
             ["mine", "--nodes", "2-4"],
             f"--nodes 2-4: expected at most what is up, which is cpu: 1 node with no GPU; debug: 1 node with 8 x h100; "
             f"{CONTENTS}; mig: 1 node with 14 x 1g.10gb",
         ),
-        (
-            ["mine", "--partition", "cpu", "--gpus", "2"],
-            "--partition cpu --nodes 1 --gpus 2: expected at most what is up, which is cpu: 1 node with no GPU",
-        ),
+        (["mine", "--partition", "cpu", "--gpus", "2"],
+         "--partition cpu --nodes 1 --gpus 2: expected at most what is up, which is cpu: 1 node with no GPU"),
         (["mine", "--nodes", "4-2"], "--nodes: expected a number such as 2 or a range such as 2-4, got '4-2'"),
         (["mine", "--gpus=-1"], "--gpus: expected a number of GPUs per node, 0 for none, got -1"),
         (["default"], "NAME default: Snakemake loads a profile of that name unasked; choose another"),
@@ -339,7 +309,7 @@ CONTENTS = (
         (["taken"], "profiles/taken/config.yaml: exists; choose another NAME, or remove it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_a_refusal_is_one_line_and_writes_nothing(
     cluster: Callable[..., None], capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:

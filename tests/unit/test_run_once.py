@@ -81,12 +81,10 @@ def test_a_job_that_waits_too_long_is_cancelled(slurm: Once) -> None:
     [
         ("srun: error: task 1 launch failed: Slurmd could not connect IO", ("1", "Slurmd could not connect IO")),
         ("srun: error: tasks 0-1,3: launch failed: Invalid node name", ("0-1,3", "Invalid node name")),
-        (
-            "srun: error: Task launch for StepId=7.0 failed on node n2: Communication connection failure",
-            ("n2", "Communication connection failure"),
-        ),
+        ("srun: error: Task launch for StepId=7.0 failed on node n2: Communication connection failure",
+         ("n2", "Communication connection failure")),
     ],
-)
+)  # fmt: skip
 def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(slurm: Once, line: str, lost: tuple[str, str]) -> None:
     leaving(slurm, "7_0_log.out", f"loading\n{line}\nsubmitit\n")
     end = slurm.run_once(RUNS)
