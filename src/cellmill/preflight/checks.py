@@ -174,7 +174,7 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
             return f"{TRAIN} {key}" + (f": one of {', '.join(known)}" if known else "")
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
-    memory_mb, cpus = (sorted(map(most, nodes))[-fewest] for most in (partition.memory_mb, partition.cpus))
+    memory_mb, cpus = (sorted(values)[-fewest] for values in zip(*((node.usable_mb, node.cpus) for node in nodes)))
     named = f", constraint: of {', '.join(features)}" if machine.constraint and features else ""
     return f"{TRAIN} mem_mb: {memory_mb} at most, cpus_per_task: {cpus} at most{named}"
 

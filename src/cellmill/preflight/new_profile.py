@@ -259,8 +259,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
 
     def place(partition: Partition, nodes: list[Node], qos: str) -> Place:
         """The partition with the most that a job of one node may request there."""
-        memory = [partition.memory_mb(node) for node in nodes]
-        cpus = max(partition.cpus(node) for node in nodes)
+        memory, cpus = [node.usable_mb for node in nodes], max(node.cpus for node in nodes)
         limit_min, _ = facts.limit(partition, account, qos)
         return Place(partition.name, qos, limit_min, max(memory) if all(memory) else 0, cpus)
 
@@ -289,7 +288,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "gres" if gres_only else "gpus_per_node": f"gpu:{gpus}" if gpus and gres_only else gpus,
         "runtime": runtime,
         "mem_mb": memory,
-        "cpus_per_task": max(1, int(min(offer.partition.cpus(n) * share for n, share in zip(offer.nodes, shares)))),
+        "cpus_per_task": max(1, int(min(node.cpus * share for node, share in zip(offer.nodes, shares)))),
         "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
     }
     machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
@@ -342,13 +341,13 @@ def _one_gpu(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
 
 def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:
     """All memory of a node, or the share of the smallest that goes with the GPUs."""
-    usable = [offer.partition.memory_mb(node) for node in offer.nodes]
+    usable = [node.usable_mb for node in offer.nodes]
     if not all(usable):
         return 0, "SLURM does not manage memory here (sinfo)"
     if any(share != 1 for share in shares):
         least = min(megabytes * share for megabytes, share in zip(usable, shares))
         return int(least), "per node: the share of its GPUs, of the smallest node (sinfo)"
-    if any(megabytes < node.memory_mb for megabytes, node in zip(usable, offer.nodes)):
+    if any(node.usable_mb < node.memory_mb for node in offer.nodes):
         return min(usable), f"limit of partition {offer.partition.name} per node (scontrol)"
     return 0, f"all of a node's memory, {min(usable)} MB or more (sinfo)"
 

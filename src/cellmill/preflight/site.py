@@ -33,8 +33,9 @@ class Node:
     name: str
     state: str
     gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without one
-    cpus: int  # without cores reserved for the system
+    cpus: int  # that a job may request: without cores reserved for the system
     memory_mb: int
+    usable_mb: int  # memory that a job may request; 0 if SLURM does not manage memory
     features: frozenset[str]
 
     @property
@@ -58,9 +59,6 @@ class Partition:
     limit_min: int | None
     nodes: list[Node]
     max_nodes: int | None = None
-    max_cpus: int | None = None  # per node
-    max_mem_mb: int | None = None  # per node
-    max_mem_per_cpu_mb: int | None = None
     accounts: frozenset[str] | None = None  # accounts that may use it
     qos: frozenset[str] | None = None  # QOS that may be used in it
     groups: frozenset[str] | None = None  # groups whose users may use it
@@ -71,16 +69,6 @@ class Partition:
     def up(self) -> list[Node]:
         """Nodes that are up."""
         return [node for node in self.nodes if node.up]
-
-    def cpus(self, node: Node) -> int:
-        """CPUs that a job may request of a node."""
-        return min(node.cpus, self.max_cpus or node.cpus)
-
-    def memory_mb(self, node: Node) -> int:
-        """Memory that a job may request of a node; 0 if SLURM does not manage memory."""
-        by_cpu = self.max_mem_per_cpu_mb and self.max_mem_per_cpu_mb * self.cpus(node)
-        # an unset RealMemory is 1
-        return 0 if node.memory_mb <= 1 else min(filter(None, (node.memory_mb, self.max_mem_mb, by_cpu)))
 
 
 @dataclass
@@ -165,11 +153,8 @@ def _partitions(
         if (match := _NODE.fullmatch(line.strip())) is None:
             raise CommandError(f"sinfo answered {line.strip()[:80]!r}")
         host, name, default, state, time_limit, node_state, cpus, memory, gres, features = match.groups()
+        rule, known = rules.get(name, {}), nodes.get(host, {})
         if name not in partitions:
-            rule = rules.get(name, {})
-            # the cluster's limits of memory hold where the partition sets none
-            set_here = any(limit(rule.get(key)) for key in ("MaxMemPerNode", "MaxMemPerCPU"))
-            memory_rule = rule if set_here else configuration
             partitions[name] = Partition(
                 name,
                 default == "*",
@@ -177,18 +162,23 @@ def _partitions(
                 minutes(time_limit),
                 [],
                 max_nodes=limit(rule.get("MaxNodes")),
-                max_cpus=limit(rule.get("MaxCPUsPerNode")),
-                max_mem_mb=limit(memory_rule.get("MaxMemPerNode")),
-                max_mem_per_cpu_mb=limit(memory_rule.get("MaxMemPerCPU")),
                 accounts=_names(rule.get("AllowAccounts")),
                 qos=_names(rule.get("AllowQos")),
                 groups=_names(rule.get("AllowGroups")),
                 own_qos=",".join(_names(rule.get("QoS")) or ()),
                 reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
             )
-        known, named = nodes.get(host, {}), frozenset(features.split(",")) - {"(null)", ""}
-        n_cpus = min(int(cpus), limit(known.get("CPUEfctv") or known.get("CPUTot")) or int(cpus))
-        partitions[name].nodes.append(Node(host, node_state, gpus_in(gres), n_cpus, int(memory), named))
+        unreserved = limit(known.get("CPUEfctv") or known.get("CPUTot"))
+        n_cpus = min(filter(None, (int(cpus), unreserved, limit(rule.get("MaxCPUsPerNode")))), default=0)
+        limits = [
+            [limit(where.get(key)) for key in ("MaxMemPerNode", "MaxMemPerCPU")] for where in (rule, configuration)
+        ]
+        per_node, per_cpu = limits[0] if any(limits[0]) else limits[1]  # the cluster's, where the partition sets none
+        usable_mb = 0  # an unset RealMemory is 1
+        if int(memory) > 1:
+            usable_mb = min(filter(None, (int(memory), per_node, per_cpu and per_cpu * n_cpus)))
+        named = frozenset(features.split(",")) - {"(null)", ""}
+        partitions[name].nodes.append(Node(host, node_state, gpus_in(gres), n_cpus, int(memory), usable_mb, named))
     return partitions
 
 
