@@ -208,7 +208,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
 }
-"""Stages that are no local rules, and what their rules declare: a number for the smallest input and the MB of input
+"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input and the MB of input
 that add 1 to it, both times the attempt. default-resources lie under it, set-resources over."""
 THREADS_ON_A_GPU = 4  # CPU cores of such a rule; the others have 1
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
