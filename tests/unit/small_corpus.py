@@ -43,9 +43,17 @@ def vocabulary_of(gene_ids: list[str], seed: int = 1) -> Vocabulary:
     return Vocabulary(gene_ids, [f"g{i}" for i in range(len(gene_ids))], np.ones(len(gene_ids), np.int64), medians)
 
 
-def write_corpus(folder: Path, n_obs: int, n_vars: int = 40, seed: int = 0, **options: object) -> Manifest:
-    """Shards of one random dataset, all of it for training unless `options` of config `shard` say otherwise."""
-    ids = genes_named(n_vars)
-    path = write_dataset(folder / "cells" / "one.h5ad", random_counts(n_obs, n_vars, seed), ids)
+def write_corpus(
+    folder: Path,
+    cells: int | sp.csr_matrix,
+    n_vars: int = 40,
+    seed: int = 0,
+    obs: dict[str, object] | None = None,
+    **options: object,
+) -> Manifest:
+    """Shards of one dataset, of counts or random cells, all for training unless `options` of `shard` say otherwise."""
+    counts = random_counts(cells, n_vars, seed) if isinstance(cells, int) else cells
+    ids = genes_named(counts.shape[1])
+    path = write_dataset(folder / "cells" / "one.h5ad", counts, ids, obs)
     shard = Shard(**({"val_frac": 0, "test_frac": 0, "cells_per_shard": 100} | options))
     return write_shards([path], vocabulary_of(ids), shard, folder / "shards" / "manifest.json")

@@ -19,15 +19,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from limits import limited
-from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+from small_corpus import write_corpus
 
-from cellmill.config.corpus import Shard
-from cellmill.config.parts.tokens import Tokens
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.task import TrainedCells, read_training_counts
@@ -44,13 +42,10 @@ VALUES = (
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the shards of 260 cells."""
-    folder, ids = tmp_path_factory.mktemp("corpus"), genes_named(40)
-    donors = pd.Categorical([f"d{i % 5}" for i in range(260)])
-    cells = write_dataset(folder / "cells" / "one.h5ad", random_counts(260, 40), ids, {"donor": donors})
-    options = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
-    shards = write_shards([cells], vocabulary_of(ids), options, folder / "shards" / "manifest.json").path.parent
-    shutil.copy(cells, shards / "cells.h5ad")
-    return shards
+    folder, donors = tmp_path_factory.mktemp("corpus"), pd.Categorical([f"d{i % 5}" for i in range(260)])
+    manifest = write_corpus(folder, 260, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    shutil.copy(folder / "cells" / "one.h5ad", manifest.path.with_name("cells.h5ad"))
+    return manifest.path.parent
 
 
 def read_all(folder: Path) -> str:
@@ -58,23 +53,13 @@ def read_all(folder: Path) -> str:
     manifest = Manifest.read(folder / "manifest.json")
     open_shards(manifest, "train")
     verify(manifest)  # as a training begins
-    options = {"lanes": 4, "block_cells": 16, "window_blocks": 2, "io_threads": 1}
+    tokens, options = ContinuousTokens(max_tokens=16), Stream(lanes=4, block_cells=16, window_blocks=2, io_threads=1)
+    given: dict[str, Any] = {"global_batch": 16, "token_budget": 200, "rank": 0, "world": 1, "seed": 0}
     hashed = hashlib.sha256()
     splits: tuple[Literal["train"], Literal["val"]] = ("train", "val")
     for split in splits:
-        stream = CellStream(
-            manifest.path,
-            split,
-            Tokens.model_validate({"tokenizer": "continuous", "max_tokens": 16}),
-            Stream.model_validate(options),
-            global_batch=16,
-            token_budget=200,
-            rank=0,
-            world=1,
-            seed=0,
-            shuffle=False,
-            columns={"donor": "tokens.covariates"},
-        )
+        columns = {"donor": "tokens.covariates"}
+        stream = CellStream(manifest.path, split, tokens, options, shuffle=False, columns=columns, **given)
         for batches in stream:
             for batch in batches:
                 assert batch.levels is not None

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+from small_corpus import write_corpus
 from test_stream import cells_of, take
 
-from cellmill.config.corpus import Shard
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, weights
 from cellmill.errors import ConfigError, DataError
@@ -28,11 +26,8 @@ WEIGHTED = {"weight_by": "kind", "max_repeats": 6.0}
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    folder, ids = tmp_path_factory.mktemp("repeats"), genes_named(40)
     kinds = np.random.default_rng(0).choice(["a", "b", "c", "d"], CELLS, p=[0.7, 0.2, 0.08, 0.02])
-    path = write_dataset(folder / "one.h5ad", random_counts(CELLS, 40), ids, {"kind": kinds})
-    options = Shard(val_frac=0, test_frac=0, cells_per_shard=100)
-    return write_shards([path], vocabulary_of(ids), options, folder / "shards" / "manifest.json")
+    return write_corpus(tmp_path_factory.mktemp("repeats"), CELLS, obs={"kind": kinds})
 
 
 def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:

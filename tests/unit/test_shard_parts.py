@@ -258,15 +258,13 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
 
 
 def test_shards_have_only_their_own_values_of_a_column_of_very_many(tmp_path: Path) -> None:
-    n, ids = MAX_LEVELS + 100, genes_named(4)
+    n = MAX_LEVELS + 100
     counts = sp.csr_matrix(np.arange(1, 4 * n + 1, dtype=np.uint32).reshape(n, 4))
     obs = {"barcode": [f"é{i}" for i in range(n)], "plate": pd.Categorical([f"p{i % 3}" for i in range(n)])}
-    path = write_dataset(tmp_path / "a.h5ad", counts, ids, obs)
-    options = Shard(cells_per_shard=2048, val_frac=0, test_frac=0)
-    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    manifest = write_corpus(tmp_path, counts, obs=obs, cells_per_shard=2048)
     for entry in manifest.splits["train"].shards:
         cells = ad.read_h5ad(manifest.shard_path(entry)).obs
-        number = np.array([int(name.removeprefix("a:cell")) for name in cells.index])
+        number = np.array([int(name.removeprefix("one:cell")) for name in cells.index])
         assert cells["barcode"].tolist() == [f"é{i}" for i in number]
         assert len(cells["barcode"].cat.categories) == entry.n_obs
         assert cells["plate"].tolist() == [f"p{i % 3}" for i in number]

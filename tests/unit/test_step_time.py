@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+from small_corpus import random_counts, write_corpus
 
 from cellmill.cli import main
 from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
-from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.planner.cost import NETWORK_FRAC, Network, latency
 from cellmill.planner.memory import Kind, Traffic
@@ -73,10 +72,8 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
 
 
 def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
-    counts, ids = random_counts(3000, 400), genes_named(400)
-    path = write_dataset(tmp_path / "cells" / "one.h5ad", counts, ids)
-    options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
-    manifest = write_shards([path], vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    counts, options = random_counts(3000, 400), Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
+    manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
     planned = corpus_cost([3000], counts.nnz / 3000, Preprocess(), options)[-1]
     written = [
         manifest.path,

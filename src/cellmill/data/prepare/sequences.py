@@ -88,19 +88,15 @@ def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
 
     Of ranked cells all genes of the file, with its symbols and medians, which all files share.
     """
-    n_cells, residues = np.zeros(0, np.int64), [""]
-    symbols, medians, ranked = [""], np.ones(0, np.float32), False
+    n_cells, residues, symbols, medians = np.zeros(0, np.int64), list[str](), list[str](), np.ones(0, np.float32)
     for path in paths:
         with open_counts(path) as reader:
-            its_medians = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
-            if not n_cells.size:
-                n_cells, residues = np.zeros(reader.n_vars, np.int64), reader.var_names
-                symbols, medians = [str(name) for name in reader.var.get("symbol", reader.var.index)], its_medians
-            ranked |= reader.ranked
-            if ranked and (reader.var_names != residues or not np.array_equal(its_medians, medians)):
+            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
+            if path == paths[0]:
+                n_cells, residues, medians = np.zeros(reader.n_vars, np.int64), reader.var_names, own
+                symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
+            if reader.var_names != residues or not np.array_equal(own, medians):
                 raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
-            if reader.var_names != residues:
-                raise DataError(f"{path}: expected residues {''.join(residues)}, got {''.join(reader.var_names)}")
             for block in reader.rows():
                 pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
                 n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)

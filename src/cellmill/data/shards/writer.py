@@ -39,7 +39,6 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
     Existing shards are replaced, but those that a killed process finished from the same inputs. Raises DataError as
     `make_plan` does.
     """
-    inverse_medians(vocabulary.medians)  # before hours of work
     plan = make_plan(cells, vocabulary, options, out)
     write_part(plan, cells, vocabulary, out.parent)
     return write_manifest(plan, vocabulary, options, out)
