@@ -20,9 +20,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 LAYERS = (
-    *(("cli",), ("arguments",), ("commands", "stages"), ("report", "preflight"), ("evaluate",), ("train",)),
-    *(("planner",), ("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",), ("runs",)),
-    *(("config",), ("files",), ("errors",)),
+    *(("testing",), ("cli",), ("arguments",), ("commands", "stages"), ("report", "preflight"), ("evaluate",)),
+    *(("train",), ("planner",), ("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",)),
+    *(("runs",), ("config",), ("files",), ("errors",)),
 )
 """Layers of the package, left to right; those of one tuple do not import each other."""
 MAX_LINES = 450
