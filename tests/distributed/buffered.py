@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -14,9 +13,6 @@ from cellmill.models.families.encoder import EncoderModel
 from cellmill.models.initial import Fill, normal
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.masked import MaskedBatch
-from cellmill.parallel.materialize import named_tensors
-from cellmill.train.checkpoint import CheckpointReader
-from tests.distributed import cases
 
 PERIOD = 7
 
@@ -64,39 +60,3 @@ def permutation(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 def between_halves(tensor: torch.Tensor, generator: torch.Generator) -> object:
     return tensor.uniform_(0.5, 1.5, generator=generator)
-
-
-def buffers_of(model: torch.nn.Module) -> dict[str, bytes]:
-    parameters = {id(parameter) for parameter in model.parameters()}
-    return {
-        name: cases.full(tensor).numpy().tobytes()
-        for name, tensor in named_tensors(model)
-        if id(tensor) not in parameters
-    }
-
-
-def curve_and_buffers(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False
-) -> tuple[list[list[float]], dict[str, bytes], dict[str, bytes]]:
-    """[loss, gradient norm] of each step, and the buffers before the first step and after the last.
-
-    With `load`, persistent buffers are spoiled before the newest checkpoint in `folder` is loaded.
-    """
-    register()
-    made, lines = cases.trainer(corpus, options, folder, steps)
-    before = buffers_of(made.model)
-    if load:
-        for name, tensor in named_tensors(made.model, persistent=True):
-            if name in before:
-                tensor.zero_()
-        made.resume()
-    made.run()
-    made.close()
-    return cases.losses_and_norms(lines), before, buffers_of(made.model)
-
-
-def checkpointed(folder: str) -> set[str]:
-    """Names of the model's tensors in the newest checkpoint."""
-    newest = max(Path(folder, "checkpoints").iterdir())
-    names = CheckpointReader(newest).read_metadata().state_dict_metadata
-    return {name.removeprefix("model.") for name in names if name.startswith("model.")}

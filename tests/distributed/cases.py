@@ -26,11 +26,13 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
+from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
-from cellmill.parallel import apply, chunked_loss, likelihoods
+from cellmill.parallel import apply, chunked_loss, cpu_matmul, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, gather_json
+from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import ModelSize, PartSize
@@ -39,6 +41,7 @@ from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
 from cellmill.train.loop import StopFlag, Trainer
 from cellmill.train.worker import build_model, build_trainer
+from tests.distributed import buffered
 
 DEVICE = torch.device("cpu")
 NO_PART = PartSize(0, 0)
@@ -74,6 +77,8 @@ def trainer(
 
     `init_from` is an exported model; with `load` it continues from the newest checkpoint in `folder`.
     """
+    if options["model"].get("family") == "buffered":
+        buffered.register()
     parsed, manifest = TrainOptions.model_validate(options), Manifest.read(Path(corpus) / "shards" / "manifest.json")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
     record = {
@@ -92,36 +97,105 @@ def trainer(
     return made, lines
 
 
-LOGGED = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
+MEASURED = ("effective_rank", "depth_r2", "batch_r2")
+"""Metrics of the embedding at validation."""
+LOGGED = ("step", "loss", "grad_norm", "lr", "cells", "tokens", "skipped", "skipped_steps", *MEASURED)
 
 
-def of_training(lines: Lines, more: tuple[str, ...] = ()) -> list[dict[str, float]]:
+def of_training(lines: Lines) -> list[dict[str, Any]]:
     """The lines without what depends on the machine."""
     parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
-    return [{k: v for k, v in line.items() if k in LOGGED + more or k.startswith(parts)} for line in lines.lines]
+    return [{k: v for k, v in line.items() if k in LOGGED or k.startswith(parts)} for line in lines.lines]
 
 
 def losses_and_norms(lines: Lines) -> list[list[float]]:
     return [[line["loss"], line["grad_norm"]] for line in lines.lines if "loss" in line]
 
 
-def logged(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[dict[str, float]]:
-    """Every logged line of a training; with `load` from the newest checkpoint in `folder` on."""
-    made, lines = trainer(corpus, options, folder, steps, load=load)
-    made.run()
-    made.close()
-    return of_training(lines)
+def tensors(model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
+    """Full parameters and buffers. Pairs, as a rank may have two copies of a tied parameter. Collective."""
+    return [(name, full(tensor).numpy().copy()) for name, tensor in named_tensors(model)]
 
 
-def begun_and_logged(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None
-) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
-    """Every parameter before the first step, and the lines of `logged`."""
+def trained(
+    corpus: str,
+    options: dict[str, Any],
+    folder: str,
+    steps: int,
+    load: bool = False,
+    init_from: str | None = None,
+    by_products: bool = False,
+    bad: list[int] | None = None,
+    bad_validation: bool = False,
+) -> dict[str, Any]:
+    """A training, with `load` from the newest checkpoint in `folder` on: its lines, tensors before and after it, and
+    what its optimizer trains.
+
+    With `by_products`, the CPU paths for long cells and large matrices are used for small ones too. In the steps `bad`,
+    data-parallel rank 1, or 0 if it is the only one, gets infinite values; moments of the optimizer are returned then.
+    """
+    kept = attention.LONG, cpu_matmul.LARGE
+    if by_products:
+        attention.LONG, cpu_matmul.LARGE = 1, 0
     made, lines = trainer(corpus, options, folder, steps, init_from)
-    first = {plain_name(name): full(p).numpy().copy() for name, p in made.model.named_parameters()}
+    first, error, done = tensors(made.model), "", False
+    if load:
+        for _, buffer in [*named_tensors(made.model, persistent=True)][len([*made.model.parameters()]) :]:
+            buffer.zero_()  # the checkpoint has it
+        made.resume()
+    if bad is not None:
+        made.train_stream = _Spoiled(made.train_stream, bad, made.mesh.dp_rank == min(1, made.mesh.dp_world - 1))  # type: ignore[assignment]
+    if bad_validation:
+        made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment, arg-type]
+    try:
+        done = made.run()
+    except UserError as ended:
+        if bad is None:
+            raise
+        error = str(ended)
+    finally:
+        attention.LONG, cpu_matmul.LARGE = kept
+        made.checkpoints.wait()
+        made.close()
+    names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}
+    states = {names[id(parameter)]: state for parameter, state in made.optimizer.state.items()}
+    groups = [({names[id(p)] for p in g["params"]}, g["weight_decay"], g["lr"]) for g in made.optimizer.param_groups]
+    moments = {} if bad is None else {name: list(map(full, state.values())) for name, state in states.items()}
+    return {
+        "lines": of_training(lines),
+        "curve": losses_and_norms(lines),
+        "first": first,
+        "last": tensors(made.model),
+        "groups": groups,
+        "with gradient": {plain_name(name) for name, p in made.model.named_parameters() if p.requires_grad},
+        "states": set(states),
+        "moments": {name: [value.numpy().tobytes() for value in values] for name, values in moments.items()},
+        "done": done,
+        "error": error,
+        "progress": {key: value for key, value in vars(made.progress).items() if key != "wall_s"},
+    }
+
+
+def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
+    """[loss, gradient norm] of each step of `trained`."""
+    found: list[list[float]] = trained(corpus, options, folder, steps, load)["curve"]
+    return found
+
+
+def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """A training in a pipeline: its curve, schedules that torch made, and each step's micro-batches and tokens."""
+    made, lines = trainer(corpus, options, folder, steps)
+    model = made.parallel_model
+    assert isinstance(model, PipelineModel)
+    new, use = model.schedules._make, model.schedules.of
+    built: list[tuple[int, int]] = []
+    used: list[tuple[int, int]] = []
+    model.schedules._make = lambda *key: built.append(key) or new(*key)  # type: ignore[func-returns-value]
+    model.schedules.of = lambda *key: used.append(key) or use(*key)  # type: ignore[method-assign, func-returns-value]
     made.run()
+    with_buffers = sum(next(kept._received(), None) is not None for kept in model.schedules._made.values())
     made.close()
-    return first, of_training(lines)
+    return {"curve": losses_and_norms(lines), "built": built, "used": used, "with_buffers": with_buffers}
 
 
 def newest(folder: str) -> tuple[int, list[str]]:
@@ -135,15 +209,6 @@ def gathered() -> list[Any]:
     """What `gather_json` returns of texts of different lengths."""
     rank = dist.get_rank()
     return gather_json({"rank": rank, "text": "ü" * rank, "none": None}, DEVICE)
-
-
-def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
-    """[loss, gradient norm] of each step; with `load` from the newest checkpoint in `folder` on."""
-    made, lines = trainer(corpus, options, folder, steps, load=load)
-    made.run()
-    made.close()
-    dist.barrier()
-    return losses_and_norms(lines)
 
 
 def curve_compiled(
@@ -241,46 +306,6 @@ class _Spoiled:
         for step, batches in enumerate(self._stream, first):
             spoil = self._here and step in self._steps
             yield [replace(batch, values=batch.values + np.inf) if spoil else batch for batch in batches]
-
-
-def spoiled(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, bad: list[int], load: bool = False
-) -> dict[str, Any]:
-    """A run in which data-parallel rank 1, or 0 if it is the only one, gets infinite values in the steps `bad`."""
-    made, lines = trainer(corpus, options, folder, steps, load=load)
-    mesh = made.mesh
-    made.train_stream = _Spoiled(made.train_stream, bad, mesh.dp_rank == min(1, mesh.dp_world - 1))  # type: ignore[assignment]
-    error = ""
-    try:
-        made.run()
-    except UserError as ended:
-        error = str(ended)
-    made.checkpoints.wait()
-    made.close()
-    dist.barrier()
-    timed = ("cells_per_s", "tokens_per_s", "data_wait_frac", "left_s", "peak_resident_gb", "resident_gb")
-    counted = {key: value for key, value in vars(made.progress).items() if key != "wall_s"}
-    return {
-        "error": error,
-        "progress": counted,
-        "lines": [{key: value for key, value in line.items() if key not in timed} for line in lines.lines],
-        "parameters": {plain_name(name): full(p).numpy().tobytes() for name, p in made.model.named_parameters()},
-        "moments": {
-            f"{plain_name(name)}.{key}": full(value).numpy().tobytes()
-            for name, parameter in made.model.named_parameters()
-            for key, value in made.optimizer.state[parameter].items()
-        },
-    }
-
-
-def spoiled_validation(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
-    """A run whose validation cells have infinite values."""
-    made, lines = trainer(corpus, options, folder, steps)
-    assert made.val_stream is not None
-    made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment]
-    done = made.run()
-    made.close()
-    return {"done": done, "lines": lines.lines, "progress": vars(made.progress)}
 
 
 def exported(corpus: str, folder: Path, out: Path) -> dict[str, torch.Tensor]:

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from cellmill.config.parts.optimizers import OptimizerConfig
-from cellmill.models import attention
-from cellmill.parallel import cpu_matmul
-from cellmill.parallel.materialize import plain_name
-from tests.distributed import cases
 from tests.distributed.conftest import options
 from tests.models import split
 
@@ -170,6 +166,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "proteins": ENCODER | {"objective": "masked_gene"},
     "hf": {"family": "hf", "architecture": ESM, "objective": "masked_gene", "cell_loss_weight": 0},
     "average": ENCODER | {"layers": 4},
+    "buffered": ENCODER | {"family": "buffered", "layers": 4},
 } | {f"optimizer {name}": ENCODER for name in OPTIMIZERS}
 MODELS = PAIRS | OTHERS
 BINNED, SEQUENCE = {"tokenizer": "binned"}, {"tokenizer": "sequence"}
@@ -248,37 +245,8 @@ def grouped(given: Case, full: bool, *more: Any) -> Any:
     return pytest.param(given, *more, marks=marks, id=str(given) if not more else f"{given.model}, {more[0]}")
 
 
-def trained(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False, by_products: bool = False
-) -> dict[str, Any]:
-    """Digests of this rank's full parameters before and after a training, with their names, and its logged lines."""
-    kept = attention.LONG, cpu_matmul.LARGE
-    if by_products:
-        attention.LONG, cpu_matmul.LARGE = 1, 0
-    try:
-        made, lines = cases.trainer(corpus, options, folder, steps)
-        first = digests(made.model)
-        if load:
-            made.resume()
-        made.run()
-        last = digests(made.model)
-    finally:
-        attention.LONG, cpu_matmul.LARGE = kept
-        made.close()
-    return {"first": first, "last": last, "lines": cases.of_training(lines, MEASURED)}
-
-
-MEASURED = ("effective_rank", "depth_r2", "batch_r2")
-"""Metrics of the embedding at validation."""
-
-
-def digests(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """Pairs, as a rank may have two copies of a tied parameter."""
-    return [(plain_name(name), digest_of(cases.full(parameter))) for name, parameter in model.named_parameters()]
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+def digest_of(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 TP, PP, PP_TP = BOTH_CUT, STAGED, "pp 2, 1F1B x tp 2"
@@ -360,6 +328,8 @@ PRODUCT: list[Case] = [
     *each(["classification", "supervised_contrastive", "pearson", "view loss"], [PP], parallel=PARTS4, train=WHOLE),
     Case("profile, view loss", "ddp", train=WHOLE),
     Case("hf", "HYBRID_SHARD", parallel=FULL),
+    *each("buffered", ["ddp", "HYBRID_SHARD", TP, "pp 2, ZBV x SHARD_GRAD_OP"]),
+    Case("buffered", "FULL_SHARD", parallel=ON_CPU | FULL),
 ]
 """With COMBINED and the axes on two processes, every layout, part of a model, precision, offload and recomputation on
 every axis: pairs of them, not the product."""
@@ -385,6 +355,7 @@ CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "optimizer adamw", ["tp", "pp", "one process"], False),
     *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
+    (2, "buffered", ["pp", "fsdp"], False),
     (4, "genes", [TP, PP, "HYBRID_SHARD, offloaded"], False),
     *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
     (4, "optimizer muon", [PP_TP, "HYBRID_SHARD", PP, "ddp"], True),
@@ -393,6 +364,7 @@ CHAINS: list[tuple[int, str, list[str], bool]] = [
     (4, "masked_value", ["FULL_SHARD x tp 2, offloaded", "ddp", "FULL_SHARD, on the CPU", "pp 2, offloaded"], True),
     (4, "masked_value", ["pp 2, offloaded", "one process", "HYBRID_SHARD of 4", "tp 4, sequence parallel"], True),
     (4, "masked_value", ["HYBRID_SHARD", "SHARD_GRAD_OP", "ddp x tp 2", "NO_SHARD"], True),
+    (4, "buffered", [TP, "pp 2, ZBV x SHARD_GRAD_OP", "FULL_SHARD, on the CPU"], True),
     (4, "next_gene", ["one process", PP], True),
     (4, "query_decoding", ["one process", "FULL_SHARD x tp 2"], True),
     (4, "denoise", ["HYBRID_SHARD", "FULL_SHARD x tp 2"], True),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from cellmill.cli import main
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.testing import sharded
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -72,7 +73,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     age[::10] = np.nan
     cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0)
     cells.write_h5ad(folder / "raw.h5ad")
-    return _sharded(folder, "raw.h5ad")
+    return str(sharded(folder, "raw.h5ad"))
 
 
 @pytest.fixture(scope="session")
@@ -80,20 +81,7 @@ def proteins(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same of 120 simulated proteins."""
     folder = tmp_path_factory.mktemp("proteins")
     assert main(f"simulate --out {folder}/raw.fasta --cells 120 --types 3 --seed 1".split()) == 0
-    return _sharded(folder, "raw.fasta")
-
-
-def _sharded(folder: Path, raw: str) -> str:
-    (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
-    (folder / "config.yaml").write_text(CONFIG.replace("TABLE", str(folder / "datasets.tsv")))
-    shared, cells = f"--config {folder}/config.yaml --corpus sim", f"{folder}/cells/sim.h5ad"
-    for command in (
-        f"preprocess {shared} --input {folder}/{raw} --dataset sim --out {cells} --report {folder}/sim.json",
-        f"vocabulary {shared} --cells {cells} --out {folder}/vocabulary.tsv",
-        f"shard {shared} --cells {cells} --vocabulary {folder}/vocabulary.tsv --out {folder}/shards/manifest.json",
-    ):
-        assert main(command.split()) == 0
-    return str(folder)
+    return str(sharded(folder, "raw.fasta"))
 
 
 @pytest.fixture(scope="session")
@@ -128,12 +116,3 @@ def options(parallel: dict[str, Any] | None = None, **overrides: dict[str, Any])
     for section, values in overrides.items():
         tree[section] = tree.get(section, {}) | values
     return tree | split(tree["model"])
-
-
-CONFIG = """
-corpora: {sim: {table: TABLE}}
-preprocess: {min_genes: 5, min_cells: 1}
-shard: {cells_per_shard: 100, val_frac: 0.15, test_frac: 0.15}
-train: {steps: 1}
-runs: {sim: {corpus: sim}}
-"""

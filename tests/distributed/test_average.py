@@ -33,9 +33,9 @@ def read(checkpoint: Checkpoint, part: str) -> dict[str, torch.Tensor]:
 def test_the_average_follows_its_formula_and_is_validated_and_exported(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
-    lines = cases.logged(corpus, run(every=1), str(tmp_path / "train"), STEPS)
-    plain = cases.logged(corpus, run(decay=None), str(tmp_path / "plain"), STEPS)
-    same = cases.logged(corpus, run(decay=1e-9), str(tmp_path / "same"), STEPS)
+    lines = cases.trained(corpus, run(every=1), str(tmp_path / "train"), STEPS)["lines"]
+    plain = cases.trained(corpus, run(decay=None), str(tmp_path / "plain"), STEPS)["lines"]
+    same = cases.trained(corpus, run(decay=1e-9), str(tmp_path / "same"), STEPS)["lines"]
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in plain if "loss" in line]
     validated, at_end = ([line["val_loss"] for line in of if "val_loss" in line] for of in (lines, plain))
     assert [line["val_loss"] for line in same if "val_loss" in line] == pytest.approx(at_end, abs=1e-6)

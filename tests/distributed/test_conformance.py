@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.distributed import cases, conformance
+from cellmill.config import plugin
+from cellmill.train.checkpoint import CheckpointReader
+from tests.distributed import buffered, cases, conformance
 from tests.distributed.conformance import AXES, CHAINS, COMBINED, CUTS, PAIRS, PRODUCT, Case, grouped
 from tests.distributed.pool import Pool
 
@@ -18,9 +22,14 @@ TOLERANCE = 5e-6
 ON_TWO = [Case(model, axis, 2) for model in PAIRS if model != "denoise" for axis in AXES]
 ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]  # profile has one block a cell
 OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "tp", 2)]
-BEGUN = [*(Case("masked_gene", axis, 2) for axis in AXES), *COMBINED[:6], *COMBINED[8:11]]
-EXPORTED = [*(Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"), COMBINED[4]]
-ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED]
+BUFFERED = Case("buffered", "pp", 2)
+BEGUN = [*(Case("masked_gene", axis, 2) for axis in AXES), *COMBINED[:6], *COMBINED[8:11], BUFFERED]
+EXPORTED = [
+    *(Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"),
+    COMBINED[4],
+    BUFFERED,
+]
+ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED, BUFFERED]
 Trained = dict[str, Any]
 
 
@@ -44,7 +53,10 @@ class Table:
         """What each rank returns of a training."""
         given = json.loads(json.dumps(given).replace('"VECTORS"', json.dumps(self.vectors)))
         more |= {"corpus": self.corpus(model), "options": given, "folder": str(folder)}
-        return [conformance.trained(**more)] if ranks == 1 else self.pools(ranks).run("conformance.trained", **more)
+        found = [cases.trained(**more)] if ranks == 1 else self.pools(ranks).run("trained", **more)
+        for each in found:
+            each |= {key: [(k, conformance.digest_of(v)) for k, v in each[key]] for key in ("first", "last")}
+        return found
 
     def once(self, case: Case) -> tuple[list[Trained], Path]:
         """The same of a case, and its folder."""
@@ -71,8 +83,10 @@ def made(
 
 
 @pytest.fixture
-def table(made: Table, alone: None) -> Table:
-    return made
+def table(made: Table, alone: None) -> Iterator[Table]:
+    buffered.register()
+    yield made
+    del plugin.BUILT_IN["family"]["buffered"]
 
 
 def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bool = False) -> None:
@@ -85,7 +99,7 @@ def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bo
             assert line.get("loss") == pytest.approx(other.get("loss"), rel=5e-3)
             continue
         for key, value in other.items():
-            rtol, atol = (1e-3, 1e-6) if key in conformance.MEASURED else (TOLERANCE, TOLERANCE)
+            rtol, atol = (1e-3, 1e-6) if key in cases.MEASURED else (TOLERANCE, TOLERANCE)
             if key == "grad_norm":  # of weights that rounding has moved apart in the steps before
                 rtol = 4 * TOLERANCE
             found, wanted = np.array([line[key], value], float)  # None, a metric without a value, is nan
@@ -140,4 +154,18 @@ def test_an_export_is_the_trained_model_to_the_bit(table: Table, tmp_path: Path,
     ranks, folder = table.once(case)
     tensors = cases.exported(table.corpus(case.model), folder, tmp_path)
     for name, content in {pair for rank in ranks for pair in rank["last"]}:
-        assert conformance.digest_of(tensors[name]) == content, name
+        assert conformance.digest_of(tensors[name].numpy()) == content, name
+
+
+def test_checkpoints_and_exports_have_the_persistent_buffers_alone(table: Table, tmp_path: Path) -> None:
+    _, folder = table.once(BUFFERED)
+    persistent = {"order", *(f"blocks.{index}.scale" for index in range(4))}
+    newest = max((folder / "checkpoints").iterdir())
+    kept = CheckpointReader(newest).read_metadata().state_dict_metadata
+    loaded = cases.exported(table.corpus("buffered"), folder, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for names in ({name.removeprefix("model.") for name in kept}, written.keys()):
+        assert names >= persistent
+        assert "offsets" not in names
+    assert loaded.keys() - written.keys() == {"offsets"}
+    assert written["order"].dtype == torch.int64

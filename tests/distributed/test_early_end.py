@@ -30,13 +30,13 @@ def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
 def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    whole = cases.logged(corpus, _run(), str(tmp_path / "whole"), 9)
+    whole = cases.trained(corpus, _run(), str(tmp_path / "whole"), 9)["lines"]
     end = max(line["step"] for line in whole)
     assert end < 9
     given = {"corpus": corpus, "options": _run(layout), "folder": str(tmp_path / "spread")}
-    lines = pool.run("logged", steps=2, **given)[0] + pool.run("logged", steps=9, load=True, **given)[0]
+    halves = [pool.run("trained", steps=steps, load=steps > 2, **given)[0]["lines"] for steps in (2, 9)]
     for key in ("loss", "val_loss"):
-        found, expected = ([line[key] for line in of if key in line] for of in (lines, whole))
+        found, expected = ([line[key] for line in of if key in line] for of in ([*halves[0], *halves[1]], whole))
         np.testing.assert_allclose(found, expected, atol=1e-4)
     best, newest = (TrainFolder(tmp_path / "spread").best().step, TrainFolder(tmp_path / "spread").saved_step())
     assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from cellmill.config.run import Train
 from cellmill.errors import ConfigError
 from cellmill.train.muon import Muon
-from tests.distributed import adapted, cases
+from tests.distributed import cases
 from tests.distributed.conformance import BOTH_CUT, LAYOUTS
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -47,8 +47,8 @@ ADAPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 Found = dict[str, Any]
 
 
-def few(cases: list[Any], chosen: list[Any]) -> list[Any]:
-    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.full) for case in cases]
+def few(rows: list[Any], chosen: list[Any]) -> list[Any]:
+    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.full) for row in rows]
 
 
 def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
@@ -58,9 +58,21 @@ def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> di
 
 @pytest.fixture(scope="module")
 def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return {
-        method: adapted.tuned(corpus, run(method), str(tmp_path_factory.mktemp("one")), STEPS) for method in METHODS
-    }
+    return {method: tuned(corpus, run(method), str(tmp_path_factory.mktemp("one")), STEPS) for method in METHODS}
+
+
+def tuned(*given: Any, **more: Any) -> Found:
+    return with_bytes(cases.trained(*given, **more))
+
+
+def spread(pool: Pool, **given: Any) -> list[Found]:
+    return [with_bytes(found) for found in pool.run("trained", **given)]
+
+
+def with_bytes(found: Found) -> Found:
+    """Parameters before and after a training, by name."""
+    names = {"before": "first", "after": "last"}
+    return found | {key: {k: v.tobytes() for k, v in found[name]} for key, name in names.items()}
 
 
 def moved(found: Found) -> set[str]:
@@ -77,6 +89,11 @@ def heads(names: set[str]) -> set[str]:
 
 def rates(found: Found) -> dict[str, float]:
     return {name: lr for names, _, lr in found["groups"] for name in names}
+
+
+def rates_of_steps(found: Found) -> list[dict[str, float]]:
+    lines = [line for line in found["lines"] if "loss" in line]
+    return [{key: line[key] for key in line if key.startswith("lr_")} for line in lines]
 
 
 def test_heads_alone_move_and_nothing_else_has_a_state(references: dict[str, Found]) -> None:
@@ -107,7 +124,7 @@ def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(referenc
     assert known["gene_embedding.weight"] == 1e-3 * 0.5 * 0.5**LAYERS
     assert known["norm.weight"] == 1e-3 * 0.5
     blocks = {f"lr_block_{block}": 1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block) for block in range(LAYERS)}
-    for step, line in enumerate(found["rates"], start=1):  # 0 until they begin
+    for step, line in enumerate(rates_of_steps(found), start=1):  # 0 until they begin
         warm = min(1, step / 2)
         begun = {"lr_heads"} | {f"lr_block_{LAYERS - 1 - below}" for below in range(step - 1)}
         expected = {"lr_heads": 1e-3, "lr_embeddings": 1e-3 * 0.5 * 0.5**LAYERS, **blocks}
@@ -122,8 +139,8 @@ def test_adapters_of_all_linear_layers_and_heads_move_without_decay(references: 
     assert adapters <= every
     assert moved(found) == found["states"] == found["with gradient"] == adapters | heads(every)
     assert rates(found) == pytest.approx(dict.fromkeys(adapters, 1e-4) | dict.fromkeys(heads(every), 1e-3))
-    assert found["rates"][-1] == pytest.approx({"lr_heads": 1e-3, "lr_trunk": 1e-4})
-    assert not any(references["head_only"]["rates"])
+    assert rates_of_steps(found)[-1] == pytest.approx({"lr_heads": 1e-3, "lr_trunk": 1e-4})
+    assert not any(rates_of_steps(references["head_only"]))
     assert {decay for names, decay, _ in found["groups"] if names & adapters} == {0.0}
 
 
@@ -132,7 +149,7 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
 ) -> None:
     given = run("lora")
     given["finetune"] |= {"targets": ["qkv", "down"]}
-    found = adapted.tuned(corpus, given, str(tmp_path / "train"), STEPS)
+    found = tuned(corpus, given, str(tmp_path / "train"), STEPS)
     merged = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
     saved = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
@@ -174,7 +191,7 @@ def test_a_method_trains_as_in_one_process(
     pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
 ) -> None:
     expected = references[method]
-    ranks = pool.run("adapted.tuned", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
+    ranks = spread(pool, corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
     if method == "head_only":
         assert not all(rank["states"] for rank in ranks), "every rank trains something"
     for rank in ranks:
@@ -193,8 +210,8 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
     then: dict[str, Any],
 ) -> None:
     expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
-    begun = pool.run("adapted.tuned", options=run("lora", first), steps=2, **given)
-    ended = pool.run("adapted.tuned", options=run("lora", then), steps=STEPS, load=True, **given)
+    begun = spread(pool, options=run("lora", first), steps=2, **given)
+    ended = spread(pool, options=run("lora", then), steps=STEPS, load=True, **given)
     for ranks, curve in ((begun, expected["curve"][:2]), (ended, expected["curve"][2:])):
         assert all(rank["curve"] == ranks[0]["curve"] for rank in ranks)
         for rank in ranks:
@@ -206,8 +223,8 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
 @pytest.mark.full
 def test_tied_parameters_can_be_frozen(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
     one, four = (run("lora", layout, objective="masked_gene") for layout in ({}, {"pp": 4}))
-    expected = adapted.tuned(corpus, one, str(tmp_path / "one"), STEPS)
-    for rank in pool.run("adapted.tuned", corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
+    expected = tuned(corpus, one, str(tmp_path / "one"), STEPS)
+    for rank in spread(pool, corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
         assert_trained_alike(rank, expected, expected["curve"])
 
 
@@ -216,7 +233,7 @@ def test_a_run_that_unfreezes_goes_on_where_it_stopped(
 ) -> None:
     expected = references["gradual"]
     given = {"corpus": corpus, "options": run("gradual"), "folder": str(tmp_path)}
-    first, second = adapted.tuned(steps=2, **given), adapted.tuned(steps=STEPS, load=True, **given)
+    first, second = tuned(steps=2, **given), tuned(steps=STEPS, load=True, **given)
     assert first["curve"] + second["curve"] == expected["curve"]
     assert second["after"] == expected["after"]
 

@@ -35,7 +35,7 @@ def test_a_length_that_comes_again_needs_no_new_schedule_and_changes_no_number(
     model = {"layers": 4}
     expected = cases.curve(corpus, options(model=model, train=CHANGING), str(tmp_path / "one"), STEPS)
     staged = options(LAYOUTS[layout], model=model, train=CHANGING)
-    found = pool.run("schedules.counted", corpus=corpus, options=staged, folder=str(tmp_path / "pp"), steps=STEPS)
+    found = pool.run("counted", corpus=corpus, options=staged, folder=str(tmp_path / "pp"), steps=STEPS)
     for of_rank in found:
         np.testing.assert_allclose(of_rank["curve"][:10], expected[:10], atol=5e-6, rtol=5e-6)
         np.testing.assert_allclose(of_rank["curve"], expected, rtol=5e-5)  # rounding grows with the steps

@@ -37,7 +37,7 @@ def trained(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("train")
     train = {"steps": 60, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None}
     given = options(train=train) | {"objective": LABEL, "model": {"family": "profile", "hidden": 16, "layers": 1}}
-    cases.logged(corpus, given, str(folder), 60)
+    cases.trained(corpus, given, str(folder), 60)
     return folder
 
 
@@ -142,7 +142,7 @@ def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: st
     train, model, out = tmp_path / "train", tmp_path / "model", tmp_path / "out.h5ad"
     tree = options(train={"steps": 80, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None})
     tree |= {"model": {"family": "profile", "hidden": 16, "layers": 1}}
-    cases.logged(corpus, tree | {"objective": {"name": "sum", "parts": HEADS}}, str(train), 80)
+    cases.trained(corpus, tree | {"objective": {"name": "sum", "parts": HEADS}}, str(train), 80)
     (train / "run.json").write_text(json.dumps({"manifest": f"{corpus}/shards/manifest.json"}))
     cases.exported(corpus, train, model)
     assert "| predicts | numbers of obs column age |" in (model / "README.md").read_text()
@@ -160,13 +160,13 @@ def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: st
 
 
 def test_an_exported_model_reads_the_columns_of_a_file(alone: None, corpus: str, tmp_path: Path) -> None:
-    cases.logged(corpus, conformance.run("encoder, batch", {}, {}), str(tmp_path / "train"), 4)
+    cases.trained(corpus, conformance.run("encoder, batch", {}, {}), str(tmp_path / "train"), 4)
     exported = cases.exported(corpus, tmp_path / "train", tmp_path)
     assert {"batch_terms.weight", "batch_adversary.out.bias", "covariates.tables.1.weight"} <= exported.keys()
     model, vocabulary, tokens, config = load_for_inference(tmp_path)
-    obs = ad.read_h5ad(Path(corpus) / "cells" / "sim.h5ad").obs
+    obs = ad.read_h5ad(Path(corpus) / "cells.h5ad").obs
     assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
-    with open_counts(Path(corpus) / "cells" / "sim.h5ad") as reader:
+    with open_counts(Path(corpus) / "cells.h5ad") as reader:
         vectors = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
         reader.obs["donor"] = "a stranger"
         unknown = embed_cells(reader, model, vocabulary, tokens, 4096).vectors

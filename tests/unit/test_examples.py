@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from cellmill.config.workflow import expand
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.planner.inputs import check_genes, check_weights, fitted
+from cellmill.testing import sharded
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -72,39 +74,28 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for kind, suffix, keep in (("cells", "h5ad", "min_genes: 1"), ("sequences", "fasta", "min_counts: 1")):
         folder = made[kind] = tmp_path_factory.mktemp(kind)
-        raw, cells, genes = (folder / name for name in (f"raw.{suffix}", "cells.h5ad", "vocabulary.tsv"))
-        (folder / "table.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
-        config = folder / "config.yaml"
-        config.write_text(
-            f"corpora: {{sim: {{table: {folder}/table.tsv}}}}\npreprocess: {{{keep}}}\nshard: {{val_frac: 0.2}}\n"
-            "tokens: {tokenizer: rank}\nobjective: {name: masked_gene}\nruns: {a: {corpus: sim}}\ntrain: {steps: 1}\n"
-        )
-        shared = f"--config {config} --corpus sim"
-        assert (
-            main(
-                f"simulate --out {raw} --cells 120 {'--genes 90 --perturbations 5' if kind == 'cells' else ''}".split()
-            )
-            == 0
-        )
+        more = "--genes 90 --perturbations 5" if kind == "cells" else ""
+        assert main(f"simulate --out {folder}/raw.{suffix} --cells 120 {more}".split()) == 0
         if kind == "cells":
-            _with_labels_of_the_demo(raw)
-        commands = [
-            f"preprocess {shared} --input {raw} --dataset sim --out {cells} --report {folder}/qc.json",
-            f"vocabulary {shared} --cells {cells} --out {genes}",
-            f"shard {shared} --cells {cells} --vocabulary {genes} --out {folder}/shards/manifest.json",
-        ]
+            _with_labels_of_the_demo(folder / "raw.h5ad")
+        config = CONFIG.replace("KEEP", keep)
+        sharded(folder, f"raw.{suffix}", config)
         if kind == "cells":
-            half = made["panel"] = folder / "panel"
-            fewer = config.with_name("panel.yaml")
-            fewer.write_text(config.read_text() + "vocabulary: {max_genes: 45}\n")
-            commands += [
-                f"vocabulary --config {fewer} --corpus sim --cells {cells} --out {half}/vocabulary.tsv",
-                f"shard --config {fewer} --corpus sim --cells {cells} --vocabulary {half}/vocabulary.tsv "
-                f"--out {half}/shards/manifest.json",
-            ]
-        for command in commands:
-            assert main(command.split()) == 0
+            made["panel"] = folder / "panel"
+            shutil.copytree(folder, made["panel"])
+            sharded(made["panel"], "raw.h5ad", config + "vocabulary: {max_genes: 45}\n")
     return made
+
+
+CONFIG = """
+corpora: {sim: {table: TABLE}}
+preprocess: {KEEP}
+shard: {val_frac: 0.2}
+tokens: {tokenizer: rank}
+objective: {name: masked_gene}
+runs: {a: {corpus: sim}}
+train: {steps: 1}
+"""
 
 
 def _with_labels_of_the_demo(raw: Path) -> None:
@@ -166,8 +157,8 @@ class Runs:
         tiny = _with_data(_tiny(options, steps), corpus, init_from)
         given = {"corpus": str(corpus), "options": tiny, "folder": str(folder), "steps": steps}
         source = None if init_from is None else str(init_from)
-        first, lines = self.process.run("begun_and_logged", init_from=source, **given)[0]
-        return Trained(folder, corpus, init_from, tiny, first, lines)
+        found = self.process.run("trained", init_from=source, **given)[0]
+        return Trained(folder, corpus, init_from, tiny, dict(found["first"]), found["lines"])
 
 
 def _with_data(options: dict[str, Any], corpus: Path, init_from: Path | None) -> dict[str, Any]:

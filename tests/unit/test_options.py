@@ -256,7 +256,7 @@ def train(process: Pool, corpus: tuple[Path, dict[str, str]]) -> Train:
 
     def run(tree: dict[str, Any], folder: Path) -> tuple[list[Any], list[str]]:
         options = {name: tree.get(name, {}) for name in TrainOptions.model_fields}
-        lines = process.run("logged", corpus=str(corpus[0]), options=options, folder=str(folder), steps=4)[0]
+        lines = process.run("trained", corpus=str(corpus[0]), options=options, folder=str(folder), steps=4)[0]["lines"]
         return lines, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
     return run

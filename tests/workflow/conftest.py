@@ -69,11 +69,15 @@ class Project:
             timeout=300,
         )
 
+    def ran(self, *arguments: str, profile: str | None = "profiles/local") -> str:
+        """All that a user sees of a `snakemake` that ends well."""
+        done = self.snakemake(*arguments, profile=profile)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
     def jobs(self, *arguments: str, profile: str | None = "profiles/local") -> dict[str, int]:
         """Number of jobs of each rule that would run, except `all`."""
-        done = self.snakemake("--dry-run", *arguments, profile=profile)
-        assert done.returncode == 0, done.stdout
-        return jobs_in(done.stdout)
+        return jobs_in(self.ran("--dry-run", *arguments, profile=profile))
 
     def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
         """Write config/`name`: the configuration of .test/pretrain with keys of some sections changed."""
@@ -119,9 +123,7 @@ def project(tmp_path: Path, cells: Path) -> Project:
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
     """A project in which everything has run, and the output of that run. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
-    run = project.snakemake()
-    assert run.returncode == 0, run.stdout
-    return project, run.stdout
+    return project, project.ran()
 
 
 @pytest.fixture

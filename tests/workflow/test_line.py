@@ -75,9 +75,8 @@ def test_the_results_belong_to_the_cells(done: tuple[Project, str]) -> None:
 
 
 def test_a_second_run_has_nothing_to_do(done: tuple[Project, str]) -> None:
-    again = done[0].snakemake()
-    assert again.returncode == 0
-    assert "Nothing to be done (all requested files are present and up to date)." in again.stdout
+    again = done[0].ran()
+    assert "Nothing to be done (all requested files are present and up to date)." in again
 
 
 def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, str]) -> None:
@@ -129,8 +128,7 @@ def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: P
     folder = finished.folder / "results/runs/adapted"
     targets = [f"results/runs/adapted/{name}" for name in ("predictions/sim.h5ad", "evaluate/metrics.json")]
     assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict"], 1), "nothing of the first run"
-    made = finished.snakemake(*targets)
-    assert made.returncode == 0, made.stdout
+    finished.ran(*targets)
     before, after = (load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder))
     moved = {name for name in before.keys() & after.keys() if not np.array_equal(before[name], after[name])}
     assert moved == {f"blocks.0.{layer}.weight" for layer in ("qkv", "out", "up", "down")}
@@ -148,16 +146,14 @@ def test_a_sweep_trains_a_run_for_each_value_and_lists_them(finished: Project) -
     shutil.copy(CASES / "sweep" / "config" / "config.yaml", finished.folder / "config")
     table = "results/sweeps/size/results.csv"
     assert finished.jobs(table) == dict.fromkeys(RUN, 2) | {"sweep": 1}
-    made = finished.snakemake(table)
-    assert made.returncode == 0, made.stdout
+    finished.ran(table)
     header, *rows = (line.split(",") for line in (finished.folder / table).read_text().splitlines())
     assert {row[header.index("model.hidden")] for row in rows} == {"8", "16"}
     assert finished.jobs(table) == {}
 
 
 def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> None:
-    made = done[0].snakemake("--report", "snakemake.html")
-    assert made.returncode == 0, made.stdout
+    done[0].ran("--report", "snakemake.html")
     page = done[0].folder / "snakemake.html"
     text = page.read_text()
     page.unlink()
@@ -191,8 +187,7 @@ def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project
     config = finished.write_config("kept.yaml", runs={"tiny": {"corpus": "sim", "evaluate_steps": KEPT}})
     kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
     assert finished.jobs("--configfile", config) == kept
-    made = finished.snakemake("--configfile", config)
-    assert made.returncode == 0, made.stdout
+    finished.ran("--configfile", config)
     results = finished.folder / "results"
     for step in KEPT:
         metrics = json.loads((results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text())
@@ -230,12 +225,11 @@ def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(pr
     runs = {"tuned": shared | {"init_from": "./given"}, "hub": shared | {"init_from": "hf://me/pbmc@v1.0"}}
     config = project.write_config("given.yaml", runs=runs)
     targets = [f"results/runs/{run}/predictions/sim.h5ad" for run in runs]
-    shown = project.snakemake("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
-    assert shown.returncode == 0, shown.stdout
+    shown = project.ran("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
     expected = dict.fromkeys(["plan", "train", "consolidate", "predict"], 2)
-    assert jobs_in(shown.stdout) == dict.fromkeys([*CORPUS, "pull"], 1) | expected
-    assert "cellmill pull me/pbmc@v1.0 --out results/hub/me/pbmc@v1.0 " in shown.stdout
-    starts = dict(re.findall(r"cellmill train .* --out .*runs/(\w+)/.* --init-from (\S+)", shown.stdout))
+    assert jobs_in(shown) == dict.fromkeys([*CORPUS, "pull"], 1) | expected
+    assert "cellmill pull me/pbmc@v1.0 --out results/hub/me/pbmc@v1.0 " in shown
+    starts = dict(re.findall(r"cellmill train .* --out .*runs/(\w+)/.* --init-from (\S+)", shown))
     assert starts == {"tuned": "given", "hub": "results/hub/me/pbmc@v1.0"}
 
 
@@ -300,8 +294,7 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
     assert finished.jobs("--configfile", both, "--", *targets) == expected
     config = finished.write_config("external.yaml", evaluate=tasks | {"external": external})
     asked = ("--configfile", config, "--", targets[0])
-    made = finished.snakemake(*asked)
-    assert made.returncode == 0, made.stdout
+    finished.ran(*asked)
     [log] = (finished.folder / "logs/embed_external").iterdir()
     assert re.fullmatch(r"sim\.pca\.sim-[0-9a-f]{12}\.log", log.name)
     of_tasks = json.loads((finished.folder / targets[0]).read_text())["datasets"]["sim"]
@@ -327,8 +320,7 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
 
 @pytest.mark.full
 def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:
-    made = project.snakemake("results/corpora/sim/vocabulary.tsv")
-    assert made.returncode == 0, made.stdout
+    project.ran("results/corpora/sim/vocabulary.tsv")
     results = [path for path in (project.folder / "results").rglob("*") if path.is_file()]
     names = {str(path.relative_to(project.folder)) for path in results if not {"benchmarks", "options"} & {*path.parts}}
     assert names == {*FILES["preprocess"], *FILES["vocabulary"]}
@@ -382,8 +374,7 @@ def test_a_range_of_nodes_is_planned_and_trained(project: Project) -> None:
     assert project.jobs("--set-resources", *elastic)["train"] == 1
     for stage in ("shard", "plan"):
         file = {"shard": "results/corpora/sim/shards/manifest.json", "plan": "results/runs/tiny/plan.json"}[stage]
-        made = project.snakemake("--set-resources", *elastic, "--", file)
-        assert made.returncode == 0, made.stdout
+        project.ran("--set-resources", *elastic, "--", file)
 
 
 PROFILE = """
@@ -448,8 +439,7 @@ def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_
     kind = ad.read_h5ad(project.folder / "data" / "sim.h5ad", backed="r").obs["cell_type"].iloc[0]
     table.write_text(header + row.format(kind, 7))
     cells = "results/corpora/sim/cells/sim.h5ad"
-    made = project.snakemake(cells)
-    assert made.returncode == 0, made.stdout
+    project.ran(cells)
     obs = ad.read_h5ad(project.folder / cells).obs
     assert set(obs["cell_type"]) == {kind}
     assert (obs["donor"] == obs["batch"]).all()
@@ -576,7 +566,7 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
     assert again.returncode == 2
     assert again.stderr in failed.stdout
     # options are still a reason to rerun, and another configuration is another file
-    assert project.snakemake(vocabulary).returncode == 0
+    project.ran(vocabulary)
     assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2
     assert "preprocess" in project.jobs(vocabulary, "--config", "preprocess={min_genes: 6}")
     assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2, "by a dry run"
@@ -585,8 +575,7 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
 @pytest.mark.full
 def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project: Project) -> None:
     cells = "results/corpora/sim/cells/sim.h5ad"
-    made = project.snakemake(cells, "--config", "private=true")
-    assert made.returncode == 0, made.stdout
+    project.ran(cells, "--config", "private=true")
     written = [
         path for top in ("results", "logs") for path in (project.folder / top, *(project.folder / top).rglob("*"))
     ]

@@ -86,7 +86,7 @@ def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Return True for a buffer that checkpoints keep: tests/distributed/test_buffers.py."""
+    """Return True for a buffer that checkpoints keep: tests/distributed/test_conformance.py."""
     return buffer not in module._non_persistent_buffers_set
 
 
