@@ -99,13 +99,10 @@ def _points(axis: str, given: Any, where: str) -> Iterator[Point]:
         for value in given:
             if isinstance(value, dict | list):
                 raise ConfigError(f"{where}: {value} has no name; write it as {{NAME: {{OPTION: VALUE}}}}")
-            yield f"{axis.rsplit('.', 1)[-1]}{_text(value)}", {axis: value}
+            known = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
+            yield f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value}
     else:
         raise ConfigError(f"{where}: expected a list of values, or a mapping of names to options, got {given!r}")
-
-
-def _text(value: Any) -> str:
-    return {True: "yes", False: "no", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:

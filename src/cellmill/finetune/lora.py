@@ -55,8 +55,6 @@ class AdaptedLinear(nn.Module):
 
 
 class Lora(Method):
-    """See the module."""
-
     config: LoraConfig
     depth: Depth
     paths: list[str]  # of the adapted layers, in the whole model

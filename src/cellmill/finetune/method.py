@@ -153,8 +153,6 @@ class DepthMethod(Method):
 
 
 class Full(DepthMethod):
-    """See the module."""
-
     config: FullConfig
 
     def group(self, name: str) -> dict[str, float]:
@@ -168,8 +166,6 @@ class Full(DepthMethod):
 
 
 class Partial(DepthMethod):
-    """See the module."""
-
     config: PartialConfig
 
     def trains(self, name: str) -> bool:
@@ -181,7 +177,5 @@ class Partial(DepthMethod):
 
 
 class HeadOnly(DepthMethod):
-    """See the module."""
-
     def trains(self, name: str) -> bool:
         return self.depth.is_head(name)

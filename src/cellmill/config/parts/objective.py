@@ -51,6 +51,7 @@ class ObjectiveConfig(Plugin):
 
     reads_zeros: ClassVar[bool] = False  # True where tokens of genes without counts make sense (`tokens.zero_frac`)
     reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
+    label_option: ClassVar[str | None] = None  # option that names the obs column of labels that the loss reads
 
     name: str = Field(description="Name of the objective.")
 
@@ -69,7 +70,7 @@ class ObjectiveConfig(Plugin):
     @property
     def supervised_by(self) -> tuple[str, ...]:
         """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
-        return ()
+        return () if self.label_option is None else (getattr(self, self.label_option),)
 
     def warnings(self, option: str = "objective") -> list[str]:
         """Return what `plan` warns of, one line each; `option` is where the options are."""

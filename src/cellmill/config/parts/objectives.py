@@ -180,15 +180,12 @@ class LabelConfig(ObjectiveConfig):
     """Options of objectives that read a label of each cell."""
 
     hides_tokens: ClassVar[bool] = False
+    label_option: ClassVar[str | None] = "label_column"
 
     label_column: str = Field(
         description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
         "training reads."
     )
-
-    @property
-    def supervised_by(self) -> tuple[str, ...]:
-        return (self.label_column,)
 
     def columns(self) -> Columns:
         return Columns(levels={self.label_column: "objective.label_column"})
@@ -235,7 +232,7 @@ class ClassificationConfig(LabelConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        return () if self.adversarial_scale else (self.label_column,)
+        return () if self.adversarial_scale else super().supervised_by
 
     def columns(self) -> Columns:
         given = self.class_weights if isinstance(self.class_weights, dict) else {}
@@ -272,6 +269,7 @@ class RegressionConfig(ObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Regression"
     hides_tokens: ClassVar[bool] = False
+    label_option: ClassVar[str | None] = "target_column"
     families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["regression"] = Field(
@@ -305,10 +303,6 @@ class RegressionConfig(ObjectiveConfig):
     number_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
     )
-
-    @property
-    def supervised_by(self) -> tuple[str, ...]:
-        return (self.target_column,)
 
     def columns(self) -> Columns:
         return Columns(numbers={self.target_column: "objective.target_column"})
@@ -526,6 +520,7 @@ class PerturbationResponseConfig(DecodingConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["hidden"]] = "hidden"
+    label_option: ClassVar[str | None] = "perturbation_column"
     families: ClassVar[tuple[str, ...]] = ("profile", "encoder", "autoencoder", "scgpt")
 
     name: Literal["perturbation_response"] = Field(
@@ -554,10 +549,6 @@ class PerturbationResponseConfig(DecodingConfig):
         if self.batch_column == self.perturbation_column:
             raise ValueError(f"batch_column and perturbation_column are both {self.batch_column}; name another batch")
         return self
-
-    @property
-    def supervised_by(self) -> tuple[str, ...]:
-        return (self.perturbation_column,)
 
     def columns(self) -> Columns:
         named = ("objective.control", self.perturbation_column, [self.control])

@@ -35,8 +35,6 @@ GENE, VALUE, END = 1, 2, 3  # keys of the draws
 
 
 class AutoregressiveModel(TokenEncoder):
-    """See the module."""
-
     plan = replace(TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "rank_embedding"))
     start: nn.Parameter  # (H,): the state before the first gene, attached by `next_gene`
     gene_bias: nn.Parameter  # (V,): bias of the logits of genes, attached by `next_gene`

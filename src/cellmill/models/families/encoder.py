@@ -40,8 +40,6 @@ ALL = slice(None)
 
 
 class EncoderModel(TokenEncoder):
-    """See the module."""
-
     plan = replace(TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"))
     gene_vectors: GeneVectors | None
 
@@ -162,8 +160,6 @@ def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
 
 
 class AutoencoderModel(EncoderModel):
-    """See the module."""
-
     config: AutoencoderConfig
 
     @property

@@ -110,8 +110,6 @@ class PostNormEncoder(TokenEncoder):
 
 
 class BertModel(PostNormEncoder):
-    """See the module."""
-
     plan = replace(PostNormEncoder.plan, begin=("gene_embedding", "end_embedding", "place_embedding", "embedding_norm"))
 
     def __init__(self, config: BertFamilyConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
@@ -135,8 +133,6 @@ class BertModel(PostNormEncoder):
 
 
 class ScgptModel(PostNormEncoder):
-    """See the module."""
-
     config: ScgptConfig
     plan = replace(
         PostNormEncoder.plan,

@@ -24,8 +24,6 @@ from cellmill.parallel.vocab_parallel import embed_bags
 
 
 class ProfileModel(CellEncoder):
-    """See the module."""
-
     plan = ParallelPlan(
         blocks="blocks",
         compiled=("inner",),

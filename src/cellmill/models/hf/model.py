@@ -68,8 +68,6 @@ class Passage(nn.Module):
 
 
 class HfModel(CellEncoder):
-    """See the module."""
-
     plan = ParallelPlan(blocks="blocks")
     token_ids: torch.Tensor  # (tokens,) int64: transformers' id of each token of the corpus
 

@@ -30,8 +30,6 @@ ANCHORS = 1024  # cells compared with all others at once
 
 
 class SupervisedContrastive(LabelObjective):
-    """See the module."""
-
     config: SupervisedContrastiveConfig
     validates_rows = True
 

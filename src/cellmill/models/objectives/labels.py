@@ -127,8 +127,6 @@ class LabelObjective(CellObjective):
 
 
 class Classification(LabelObjective):
-    """See the module."""
-
     config: ClassificationConfig
     figure_names = ("accuracy",)
     n_sums = 2
@@ -201,8 +199,6 @@ EPS = 1e-8  # added to variances of standardised numbers: equal predictions have
 
 
 class Regression(CellObjective):
-    """See the module."""
-
     config: RegressionConfig
     figure_names = ("pearson",)
     n_sums = 6

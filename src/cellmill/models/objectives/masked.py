@@ -182,8 +182,6 @@ def _head(model: Any, width: int) -> nn.Module:
 
 
 class MaskedValue(MaskedObjective):
-    """See the module."""
-
     config: MaskedValueConfig
     hides_gene = False
 
@@ -224,11 +222,13 @@ class MaskedValue(MaskedObjective):
             float(np.mean((targets - other) ** 2)) for other in (predicted, by_gene, train.global_mean)
         )
         r2 = r2_over(mse_gene, mse)
+        a, b = (centered - centered.mean() for centered in (targets - by_gene, predicted - by_gene))
+        scale = math.sqrt(float(a @ a) * float(b @ b))
         metrics = {
             "n_targets": len(targets),
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": r2_over(mse_global, mse),
-            "pearson_gene_centred": _pearson(targets - by_gene, predicted - by_gene),
+            "pearson_gene_centred": float(a @ b) / scale if scale > 0 else None,
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
@@ -245,15 +245,7 @@ class MaskedValue(MaskedObjective):
         return self.tokens.value_kind == "class"
 
 
-def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale > 0 else None
-
-
 class MaskedGene(MaskedObjective):
-    """See the module."""
-
     hides_gene = True
     gene_rows = frozenset({"gene_bias"})
 

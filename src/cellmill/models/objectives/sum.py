@@ -45,8 +45,6 @@ class SumBatch:
 
 
 class Sum(Objective):
-    """See the module."""
-
     config: SumConfig
 
     def __init__(self, config: SumConfig, tokens: Tokens) -> None:
