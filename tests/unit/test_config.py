@@ -1,9 +1,10 @@
-"""Configuration: defaults, overrides, new sections, and the one-line error for every mistake."""
+"""Configuration: defaults, overrides, new sections, words of other tools, and the one-line error for every mistake."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,7 +18,7 @@ from cellmill.config import OPTIONS, Workflow, check_config, check_options, load
 from cellmill.config.load import top_level
 from cellmill.config.options import TrainOptions
 from cellmill.config.plugin import BUILT_IN, Plugin, by_name
-from cellmill.config.section import Section
+from cellmill.config.section import Section, other_words
 from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError
 from tests.checks import refused
@@ -427,3 +428,37 @@ def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Wor
     run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}
     validate(GOOD | {"runs": {"b": run}, "dessert": {"seeds": 3}, "basket": None})
     validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _error(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_config({"corpora": {"a": {}}, "runs": {"r": {"corpus": "a"}}, **sections})
+    return str(error.value)
+
+
+def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
+    text = (ROOT / "config" / "README.md").read_text(encoding="utf-8")
+    for word, here in other_words("keys").items():
+        assert "profile" in here or re.match(
+            r"(train|stream|parallel|model|tokens|objective|finetune|shard)\.\w+", here
+        ), word
+        for section, key in re.findall(r"\b(train|stream|parallel|model|tokens|objective|finetune|shard)\.(\w+)", here):
+            assert re.search(rf"`(?:{section}\.)?{key}`", text), f"{word}: no {section}.{key}"
+    assert all(value in text for value in other_words("values").values())
+
+
+def test_a_word_of_another_tool_is_answered_with_ours() -> None:
+    assert "train: unknown key 'num_epochs'; set train.epochs" in _error(train={"num_epochs": 3})
+    wrong = _error(train={"steps": 1}, finetune={"method": "full", "layer_lr_decay": 0.9})
+    assert wrong.endswith("unknown key 'layer_lr_decay'; set finetune.layer_decay")
+    wrong = _error(train={"steps": 1}, parallel={"sharding_strategy": "ZeRO-2"})
+    assert wrong.endswith("or 'NO_SHARD', got 'ZeRO-2'; ZeRO-2 is SHARD_GRAD_OP here")
+    assert "train: unknown key 'patience'; set train.early_stop_patience" in _error(train={"patience": 3})
+    assert "'accumulate_grad_batches'; set train.global_batch" in _error(train={"accumulate_grad_batches": 4})
+    wrong = _error(train={"steps": 1}, parallel={"schedule": "Interleaved"})
+    assert wrong.endswith("got 'Interleaved'; Interleaved is Interleaved1F1B here")
+    wrong = _error(train={"steps": 1, "optimizer": "adam"}, parallel={})
+    assert wrong.endswith("unknown optimizer 'adam'; did you mean 'adamw'?")
