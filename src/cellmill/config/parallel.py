@@ -128,11 +128,7 @@ class Layout:
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
-    """Layout of `world` processes, `local_world` of them on each node.
-
-    Raises ConfigError if pp, tp or shard_size does not divide the processes, or if shard_size or cpu_offload does not
-    go with the strategy.
-    """
+    """Layout of `world` processes, `local_world` on each node. Raises ConfigError if they do not fit."""
     sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
     tp, pp = parallel.tp, parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")

@@ -31,11 +31,7 @@ def names(kind: str) -> list[str]:
 
 
 def load(kind: str, name: str, contract: Any = None) -> Any:
-    """The options class called `name`.
-
-    Raises ConfigError if no such name is built in or installed, if the package that has it cannot be imported, or if
-    what it has does not fit `contract`, a class that `cellmill.config.plugin.Plugin` describes.
-    """
+    """The options class `name`. Raises ConfigError if it is unknown, not importable, or no `contract`."""
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
     points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]

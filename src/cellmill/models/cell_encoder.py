@@ -102,10 +102,7 @@ def padded_state(states: torch.Tensor, inside: torch.Tensor, pooling: str, query
 
 
 def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
-    """(T, H) and (H,) -> (C, H) float32: states weighted by the softmax over a cell of their product with `query`.
-
-    The products are divided by the square root of H. Zeros for a cell without tokens.
-    """
+    """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros for none."""
     states, cell = states.float(), prepared.cell
     scores = (states @ query.float()).float() * states.shape[1] ** -0.5  # autocast computes bf16
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)

@@ -51,10 +51,7 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 
 def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
-    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit.
-
-    Values of this module are made a piece at a time, and no more is kept; of any other `fill`, the whole tensor once.
-    """
+    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where that can be."""
     if is_all(part) or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)

@@ -47,11 +47,7 @@ class Padded(nn.Module):
 
 
 def write_onnx(folder: Path, out: Path) -> float:
-    """Write the embedder of the model in `folder` to `out`, atomically, after a comparison with the model.
-
-    Returns the largest relative difference between onnxruntime's vectors and the model's. Raises ConfigError for a
-    family that has no padded form, and DataError if the vectors differ.
-    """
+    """Write the model's embedder; return the largest relative difference from it. Raises ConfigError or DataError."""
     model, vocabulary, config = load_model(folder)
     spec = spec_of(config, vocabulary.n_genes)
     tokens = spec.tokens

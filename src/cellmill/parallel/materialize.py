@@ -58,11 +58,7 @@ def named_tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tup
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter or buffer has in the whole, plain model.
-
-    Strips the prefix of a pipeline stage, the wrapper of activation checkpointing, and `.base.`, the attribute in
-    which an adapter keeps the module that it wraps.
-    """
+    """Return the name in the whole, plain model: without stage, checkpoint wrapper, and an adapter's `.base.`."""
     return re.sub(r"^parts\.\d+\.|_checkpoint_wrapped_module\.|(?<=\.)base\.", "", name)
 
 

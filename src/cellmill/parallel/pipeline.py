@@ -56,10 +56,7 @@ class PipelineModel(StepModel):
     def forward_backward(
         self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> torch.Tensor:
-        """Accumulate gradients of a step.
-
-        Ranks without the last stage return 0, ranks with it `pp` times their loss: `Mesh.sum` divides by `pp`.
-        """
+        """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides by it, others 0."""
         self._begin(micro_batches)
         self._factor = factor / targets
         schedule = self.schedules.of(len(micro_batches), sum(micro_batches[0].lengths))

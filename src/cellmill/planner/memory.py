@@ -172,10 +172,7 @@ class Memory:
 
 
 def host_bytes(model: PlannedModel) -> int:
-    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, their state and an average.
-
-    With "optimizer" the first two are copies, and an average is on the device. On a CPU device nothing is offloaded.
-    """
+    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, their state, an average."""
     if model.parallel.cpu_offload is None:
         return 0
     return _host_copies(model, 1 + model.states + (model.keeps_average and model.parallel.cpu_offload == "full"))

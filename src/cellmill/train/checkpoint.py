@@ -172,10 +172,7 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 
 class Checkpoints:
-    """Checkpoints of a run, with the `average` of the weights; `keep` newest ones and those of `keep_steps` are kept.
-
-    Methods are collective, every rank, unless they say otherwise.
-    """
+    """Checkpoints of a run: the `keep` newest and those of `keep_steps`. Collective unless a method says otherwise."""
 
     def __init__(
         self, folder: TrainFolder, keep: int, average: WeightAverage | None = None, keep_steps: Sequence[int] = ()

@@ -90,10 +90,7 @@ class _Shared:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for groups with `matrices` true, fused AdamW for the others; float32 parameters.
-
-    Collective in construction and `step`: every rank, with the same groups as the ranks that share its parameters.
-    """
+    """Muon for groups with `matrices` true, fused AdamW for the others; float32. Collective: every rank."""
 
     param_groups: list[dict[str, Any]]
     found_inf: torch.Tensor | None = None  # scalar; the step changes nothing where it is 1, as in fused AdamW

@@ -32,10 +32,7 @@ class _Host:
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) with the state of `torch.optim.AdamW` on the CPU.
-
-    Takes groups of materialized float32 parameters, plain or DTensors on any mesh. No communication.
-    """
+    """AdamW (Loshchilov & Hutter 2019) of float32 parameters, also DTensors, with its state on the CPU."""
 
     found_inf: torch.Tensor | None = None
     """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""

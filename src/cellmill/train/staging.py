@@ -32,10 +32,7 @@ _END_S = 60  # for removing the copies
 
 
 class Staging:
-    """The folder of copies of this node, and on the first rank of a node the process that fills it.
-
-    `copies` are for the streams of this rank; None if `stage_to` is null or names a variable that the node lacks.
-    """
+    """The folder of copies of this node, and on its first rank the process that fills it; `copies` None: none."""
 
     def __init__(self, options: Stream, mesh: Mesh):
         """Agree on a new folder. Collective: every rank, of which those of a node share one."""

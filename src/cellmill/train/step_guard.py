@@ -26,10 +26,7 @@ SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
-    """Step `optimizer` where the bool scalar `applied` is true; otherwise leave parameters and state bit for bit.
-
-    The host waits unless the optimizer is `fused` (`OptimizerConfig.fused`) and its parameters are where `applied` is.
-    """
+    """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits unless `fused`."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if first is None:
         return
@@ -43,10 +40,7 @@ def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool
 
 
 class LossScale:
-    """Dynamic loss scale, a tensor on the `device` of gradients; `value` and `good_steps` from `read` of a resumed run.
-
-    Every rank calls each method alike; none communicates.
-    """
+    """Dynamic loss scale on `device`, from `read` of a resumed run. Every rank calls alike; none communicates."""
 
     def __init__(self, device: torch.device, value: float | None = None, good_steps: int = 0) -> None:
         self.value = torch.tensor(INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device)
@@ -84,10 +78,7 @@ class Suspects:
 
 
 def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    """Return the cells of a bad step by rank: of ranks whose own loss was not finite, or of all if each was finite.
-
-    Prints all cells of this rank; `names` maps cell ids to names. Collective: every rank.
-    """
+    """Return the cells of a bad step, of ranks with a bad loss or of all; print this rank's. Collective: every rank."""
 
     def some(cells: list[int]) -> str:
         more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""

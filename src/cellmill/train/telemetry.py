@@ -102,10 +102,7 @@ def gpu_readings(device: torch.device) -> list[float]:
 
 
 def local_readings(mesh: Mesh) -> np.ndarray:
-    """Return (readings * ranks,) float64: memory and GPU readings of this rank at its index, zeros elsewhere.
-
-    For `mesh.sum`, after which every rank has all; scaled, since the sum counts model-parallel peers once.
-    """
+    """Return (readings * ranks,) float64 for `mesh.sum`: this rank's, scaled, at its index, zeros elsewhere."""
     own = [*memory_bytes(mesh.device), *(gpu_readings(mesh.device) if mesh.device.type == "cuda" else [])]
     by_rank = np.zeros((dist.get_world_size(), len(own)))
     by_rank[dist.get_rank()] = own

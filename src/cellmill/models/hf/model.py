@@ -265,11 +265,7 @@ FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
 def write_transformers(folder: Path, out: Path) -> None:
-    """Write the model in `folder` to the folder `out`, after it was read back equal to the bit.
-
-    Raises ConfigError for another family, and for an `out` that holds another model than such a folder; DataError if
-    what was read back differs.
-    """
+    """Write the model as transformers does, if it reads back equal to the bit. Raises ConfigError or DataError."""
     if (out / "vocabulary.tsv").exists():
         raise ConfigError(f"{out}: it holds a model of cellmill, whose files would be replaced; choose another --out")
     model, vocabulary, config = load_model(folder)

@@ -116,10 +116,7 @@ class NextGene(Objective):
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
-        """Return vocabulary row, place, top-1 correctness and cross-entropy of each gene; then value and prediction.
-
-        Cell by cell, because the logits of a batch would not fit. Expected bins stand for the prediction of bins.
-        """
+        """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene; cell by cell."""
         before, genes = self.before(model, model.states(prepared), prepared), prepared.genes
         cells = [self._observe_cell(model, before[a:b], genes[a:b]) for a, b in pairwise(prepared.cu_seqlens.tolist())]
         observed = tuple(torch.cat(parts) for parts in zip(*cells))
@@ -167,10 +164,7 @@ class NextGene(Objective):
 
 
 def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Correctness and cross-entropy, (N,) each, of frequencies at the target's rank among genes not in the cell yet.
-
-    Frequencies are smoothed by those over all ranks, which count as much as one token for each gene.
-    """
+    """Correctness and cross-entropy, (N,), of smoothed frequencies at the rank, among genes not in the cell yet."""
     buckets, starts = rank_buckets(places), np.flatnonzero(places == 0)
     n_genes = by_rank.shape[1]
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
