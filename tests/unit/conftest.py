@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.stages import data as simulate
+from tests.unit.evaluated import make_evaluated
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -22,6 +23,12 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("simulated") / "simulated.h5ad"
     simulate.simulate(out=path, cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
     return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
+    """Paths of a corpus of `simulated`, of a `model` of random weights and of its `embedding`; no test changes them."""
+    return make_evaluated(tmp_path_factory.mktemp("corpus"), simulated)
 
 
 @pytest.fixture

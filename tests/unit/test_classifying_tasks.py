@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthC
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import Features, read_rows
+from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts
@@ -43,7 +42,7 @@ from cellmill.evaluate.tasks.classify import (
     splits_of,
     stratified,
 )
-from cellmill.evaluate.tasks.degraded import LowDepth, MissingGenes, classify_degraded, keep_genes, thin
+from cellmill.evaluate.tasks.degraded import LowDepth, MissingGenes, keep_genes, thin
 from tests.unit.evaluated import make_context
 
 WAYS = ("matched", "shifted", "trained on all levels")
@@ -228,7 +227,7 @@ def _accuracies(
 ) -> list[float]:
     """Accuracy of a classifier that is fitted on the training cells of each split alone."""
     cells, labels = _chosen(context, fewest)
-    values = Features(context).of(read_rows(context.reader, cells))[kind]
+    values = features_of_counts(context, read_rows(context.reader, cells))[kind]
     return [
         float((classifier.fit(values[train], labels[train]).predict(values[test]) == labels[test]).mean())
         for *_, train, test in splits(cells, labels)
@@ -311,9 +310,8 @@ def test_the_kept_genes_are_the_same_for_all_cells_and_whole(counts: sp.csr_matr
 
 
 def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
-    model, features = context.model, Features(context)
-    counts = read_rows(context.reader, np.arange(30))
-    found = features.of(counts)
+    model, counts = context.model, read_rows(context.reader, np.arange(30))
+    found = features_of_counts(context, counts)
     whole = embed_cells(context.reader, model.network, model.vocabulary, model.tokens, 4096).vectors
     np.testing.assert_allclose(found["embedding"], whole[:30], atol=1e-5)
     assert (found["all genes"] != log_normalise(counts)).nnz == 0
@@ -322,15 +320,15 @@ def test_features_are_those_of_embed_and_of_the_models_training_cells(context: C
     profiles = log_normalise(training).toarray()
     centred = found["PCA50 of the training cells"]
     basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
-    columns = select_columns(counts, features.columns.target, model.vocabulary.n_genes)
+    columns = select_columns(counts, context.columns.target, model.vocabulary.n_genes)
     expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T
     np.testing.assert_allclose(np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3)
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
-    assert not features.of(without_genes)["embedding"].any()
+    assert not features_of_counts(context, without_genes)["embedding"].any()
 
 
 def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(context: Context) -> None:
-    result = classify_degraded(context, "low_depth", {"10 % of counts": partial(thin, 0.1)}, neighbors=5, repeats=2)
+    result = LowDepth(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
     chosen, labels = _chosen(context, 3)
     whole = read_rows(context.reader, chosen)
     scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
@@ -340,7 +338,7 @@ def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(
         expected: dict[str, list[float]] = {column: [] for column in columns}
         for repeat in range(2):
             lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
-            cells = [Features(context).of(counts)[kind] for counts in (whole, lost)]
+            cells = [features_of_counts(context, counts)[kind] for counts in (whole, lost)]
             right: dict[str, int] = dict.fromkeys(columns, 0)
             folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
             for train, test in folds.split(labels, labels):

@@ -20,19 +20,13 @@ from cellmill.config.parts.tasks import TaskConfig
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.task import Context, TaskResult, TrainedCells
+from cellmill.evaluate.task import Context, TaskResult
 from cellmill.evaluate.umap import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.verdict import compare
 from cellmill.stages import evaluate as stage
 from tests.unit.evaluated import evaluate, make_evaluated, with_obs
-from tests.unit.exported import export_model
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    return make_evaluated(tmp_path_factory.mktemp("evaluate"), simulated)
 
 
 def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_path: Path) -> None:
@@ -161,30 +155,22 @@ def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
         assert (seen[0].roles["perturbation"] == reader.obs["perturbation"]).all()
 
 
-def test_rare_classes_and_missing_labels_are_left_out_by_name(
+def test_rare_classes_and_missing_labels_are_left_out_by_name_and_one_class_is_skipped_with_the_reason(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
     labels[:3], labels[3:10] = "rare", None
-    changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels)
-    metrics = evaluate(changed, tmp_path / "metrics.json", "mine", cells="all")
-    probe = metrics["datasets"]["elsewhere"]["tasks"]["probe"]["figures"]
-    assert probe["dropped_classes"] == {"rare": 3}
-    assert probe["n_unlabelled"] == 7
+    common = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
+    changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels, common=common)
+    metrics = evaluate(changed, tmp_path / "metrics.json", "mine|common", cells="all", tasks={"probe": {"seeds": 1}})
+    tasks = metrics["datasets"]["elsewhere"]["tasks"]
+    assert tasks["probe"]["figures"]["dropped_classes"] == {"rare": 3}
+    assert tasks["probe"]["figures"]["n_unlabelled"] == 7
     assert "elsewhere: probe: left out, fewer than 5 cells: rare 3\n" in capsys.readouterr().out
-
-
-def test_a_label_whose_scored_classes_are_all_too_small_is_skipped_with_the_reason(
-    corpus: dict[str, Path], tmp_path: Path
-) -> None:
-    labels = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
-    changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels)
-    dataset = evaluate(changed, tmp_path / "metrics.json", "mine")["datasets"]["elsewhere"]
-    probe = dataset["tasks"]["probe"]
-    assert probe["rows"] == []
-    assert probe["skipped"] == (
-        "1 classes of mine have at least 5 scored cells (evaluate.folds), expected two or more; raise shard.test_frac "
-        "or lower evaluate.folds"
+    assert tasks["probe of common"]["rows"] == []
+    assert tasks["probe of common"]["skipped"] == (
+        "1 classes of common have at least 5 scored cells (evaluate.folds), expected two or more; raise "
+        "shard.test_frac or lower evaluate.folds"
     )
 
 
@@ -199,13 +185,6 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
     with pytest.raises(DataError, match=f"obs column 'none' has no values; {remedy}"):
         evaluate(changed, tmp_path / "metrics.json", "none")
     assert not (tmp_path / "metrics.json").exists()
-
-
-def test_embeddings_of_another_model_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
-    other = export_model(tmp_path / "other", corpus["vocabulary"], hidden=32)
-    message = r"simulated\.h5ad: made by model \w{12}, expected \w{12}; run embed again$"
-    with pytest.raises(DataError, match=message):
-        evaluate(corpus | {"model": other}, tmp_path / "metrics.json")
 
 
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
@@ -270,10 +249,3 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(
         EvaluateOptions.model_validate({"evaluate": {"tasks": {"toy": {"scalle": 2}}}})
     with pytest.raises(ValidationError, match="tye: unknown task 'tye'; did you mean 'toy'"):
         EvaluateOptions.model_validate({"evaluate": {"tasks": {"tye": {}}}})
-
-
-def test_seen_cells_are_those_of_train_and_val(corpus: dict[str, Path]) -> None:
-    manifest = Manifest.read(corpus["manifest"])
-    seen = TrainedCells([manifest, manifest], ["simulated", "elsewhere"]).seen
-    assert len(seen["simulated"]) == manifest.splits["train"].n_obs + manifest.splits["val"].n_obs
-    assert seen["elsewhere"] == set()

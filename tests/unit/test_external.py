@@ -17,7 +17,7 @@ from cellmill.config.evaluate import Evaluate, command_words
 from cellmill.errors import ConfigError, DataError
 from cellmill.report.collect import read_run
 from cellmill.report.page import render, standings
-from tests.unit.evaluated import evaluate, make_evaluated
+from tests.unit.evaluated import evaluate
 
 SCRIPT = """
 import sys
@@ -31,11 +31,6 @@ made = ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :7]})
 CHANGE
 made.write_h5ad(sys.argv[2])
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    return make_evaluated(tmp_path_factory.mktemp("external"), simulated)
 
 
 def command_of(folder: Path, change: str = "") -> str:

@@ -14,7 +14,7 @@ from cellmill.config.evaluate import BaselineGate
 from cellmill.config.options import EvaluateOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.scores import failures
-from tests.unit.evaluated import evaluate, make_evaluated
+from tests.unit.evaluated import evaluate
 
 ROWS = [
     {"name": "embedding + kNN", "kind": "model", "accuracy_mean": 0.7, "accuracy_repetitions": [0.7], "cells": 3},
@@ -72,15 +72,17 @@ def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_opti
     assert "gate" not in given.model_dump(mode="json")
 
 
-def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(tmp_path: Path, simulated: Path) -> None:
-    files, out = make_evaluated(tmp_path, simulated), tmp_path / "evaluate" / "metrics.json"
+def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
+    out = tmp_path / "evaluate" / "metrics.json"
     tasks: dict[str, Any] = {"probe": {"seeds": 1}, "throughput": {}}
     gate = {"task": "probe", "baseline": "majority"}
     with pytest.raises(DataError, match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed"):
-        evaluate(files, out, tasks=tasks, gate=[gate | {"margin": 2}])
+        evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": 2}])
     assert not out.exists()
     kept = json.loads((out.parent / "metrics.failed.json").read_text())
-    evaluated = evaluate(files, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"]["simulated"]["tasks"]
+    evaluated = evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"]["simulated"]["tasks"]
     assert not (out.parent / "metrics.failed.json").exists()
     assert evaluated["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     [row] = evaluated["throughput"]["rows"]
@@ -89,12 +91,7 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(t
     assert 0.05 < row["peak memory, GB"] < 50
     lines = list(csv.DictReader((out.parent / "scores.csv").read_text().splitlines()))
     of_row = [line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"]
-    assert [(line["statistic"], line["repetition"]) for line in of_row] == [
-        ("mean", ""),
-        ("sd", ""),
-        ("repetition", "0"),
-    ]
-    assert float(of_row[0]["value"]) == next(
-        row["accuracy_mean"] for row in evaluated["probe"]["rows"] if row["name"] == "embedding + kNN"
-    )
+    assert [line["statistic"] + line["repetition"] for line in of_row] == ["mean", "sd", "repetition0"]
+    rows = {row["name"]: row for row in evaluated["probe"]["rows"]}
+    assert float(of_row[0]["value"]) == rows["embedding + kNN"]["accuracy_mean"]
     assert [line["column"] for line in lines if line["task"] == "throughput"][1] == "seconds"

@@ -20,7 +20,7 @@ from cellmill.config.options import EmbedOptions, PredictOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.stages import cells as embed
 from cellmill.stages import cells as predict
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.exported import export_model
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,9 @@ def raw(simulated: Path) -> ad.AnnData:
     return ad.read_h5ad(simulated)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Path:
-    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
-    return export_model(tmp_path_factory.mktemp("model"), corpus["vocabulary"])
+@pytest.fixture
+def folder(corpus: dict[str, Path]) -> Path:
+    return corpus["model"]
 
 
 def test_vectors_are_those_of_the_command_in_any_batch_and_order(

@@ -16,7 +16,7 @@ from cellmill.config.options import EmbedOptions
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
-from cellmill.evaluate.features import EMBEDDING, Features
+from cellmill.evaluate.features import EMBEDDING, embed_counts, features_of_counts
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct
 from cellmill.parallel.mesh import set_tf32
@@ -55,9 +55,9 @@ def test_embeddings_in_bfloat16_are_near_those_in_float32(context: Context, tmp_
 def test_tasks_run_the_model_in_the_precision_of_evaluate(context: Context) -> None:
     rounded = replace(context, options=context.options.model_copy(update={"precision": "bf16-mixed"}))
     counts = next(context.reader.rows(64))
-    features = [Features(one).embed(counts, one.model.network) for one in (rounded, context)]
+    features = [embed_counts(one, counts, one.model.network) for one in (rounded, context)]
     near_and_not_equal(*features)
-    assert EMBEDDING in Features(rounded).of(counts)
+    assert EMBEDDING in features_of_counts(rounded, counts)
     mse = [Reconstruct(ReconstructConfig()).run(one).figures["mse"] for one in (rounded, context)]
     assert mse[0] != mse[1]
     assert mse[0] == pytest.approx(mse[1], rel=0.05)

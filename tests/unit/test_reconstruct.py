@@ -25,12 +25,7 @@ from cellmill.evaluate.tasks import reconstruct
 from cellmill.models.export import load_model
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.verdict import sentence
-from tests.unit.exported import export_model, make_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
+from tests.unit.exported import export_model
 
 
 def _objective(name: str) -> Any:

@@ -19,14 +19,9 @@ from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.stages import cells as predict
 from tests.unit.evaluated import embed, evaluate
-from tests.unit.exported import export_model, make_corpus
+from tests.unit.exported import export_model
 
 LABELS = ["T cell", "B cell"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), simulated)
 
 
 def _model(folder: Path, corpus: dict[str, Path], **objective: Any) -> Path:

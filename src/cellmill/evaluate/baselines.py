@@ -50,10 +50,7 @@ class BaselineCache:
 
 
 class CachedClassifier:
-    """An unfitted classifier, which is fitted on `features`, `(cells, width)`, only for a prediction not yet known.
-
-    The `repr` of `classifier` names all options that differ from their defaults.
-    """
+    """A classifier that is fitted on `features`, `(cells, width)`, only for a prediction not yet known."""
 
     def __init__(self, baselines: BaselineCache, classifier: Any, features: Any, labels: np.ndarray) -> None:
         self._known = baselines.known

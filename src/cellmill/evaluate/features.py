@@ -6,7 +6,7 @@ which helps or hurts depending on the number of cells. Newton-CG converges to th
 tolerance of 1e-6, in a tenth of the time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.baselines import BaselineCache, CachedClassifier, fit
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED
@@ -33,7 +34,7 @@ ROW_BLOCK = 4096  # cells read at once
 
 def cell_features(context: Context, cells: np.ndarray, embedding: np.ndarray | None = None) -> dict[str, Any]:
     """Features of the cells with these indices, ascending, with the embeddings by models of other packages."""
-    return with_external(Features(context).of(read_rows(context.reader, cells), embedding), context, cells)
+    return with_external(features_of_counts(context, read_rows(context.reader, cells), embedding), context, cells)
 
 
 def with_external(features: dict[str, Any], context: Context, cells: np.ndarray) -> dict[str, Any]:
@@ -41,28 +42,31 @@ def with_external(features: dict[str, Any], context: Context, cells: np.ndarray)
     return features | {f"{EXTERNAL}{name}": vectors[cells] for name, vectors in context.external.items()}
 
 
-class Features:
-    """Features of cells of one dataset, made from their counts alone."""
+def features_of_counts(context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
+    """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
+    model, columns = context.model, context.columns
+    profiles = summed(counts) if columns.ordered else counts
+    known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
+    return {
+        EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
+        UNTRAINED: embed_counts(context, counts, model.untrained),
+        f"PCA{COMPONENTS} of the training cells": model.components.transform(known),
+        ALL_GENES: log_normalise(profiles),
+    }
 
-    def __init__(self, context: Context) -> None:
-        self.model, self.precision, self.columns = context.model, context.options.precision, context.columns
 
-    def of(self, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
-        """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
-        profiles = summed(counts) if self.columns.ordered else counts
-        known = log_normalise(select_columns(profiles, self.columns.target, self.model.vocabulary.n_genes))
-        return {
-            EMBEDDING: self.embed(counts, self.model.network) if embedding is None else embedding,
-            UNTRAINED: self.embed(counts, self.model.untrained),
-            f"PCA{COMPONENTS} of the training cells": self.model.components.transform(known),
-            ALL_GENES: log_normalise(profiles),
-        }
+def tokens_of_counts(context: Context, counts: sp.csr_matrix) -> Iterator[Batch]:
+    """Tokens of the cells; those without a known gene are left out."""
+    model, every, totals = context.model, np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
+    return tokens_of([counts], context.columns, model.vocabulary, model.tokens, every, totals)
 
-    def embed(self, counts: sp.csr_matrix, network: Model) -> np.ndarray:
-        """Vectors, `(cells, hidden)` float32; zeros for cells without a known gene."""
-        model, every, totals = self.model, np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
-        batches = tokens_of([counts], self.columns, model.vocabulary, model.tokens, every, totals)
-        return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, self.precision))
+
+def embed_counts(
+    context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
+) -> np.ndarray:
+    """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for cells without any."""
+    batches = tokens_of_counts(context, counts) if tokens is None else tokens
+    return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, context.options.precision))
 
 
 def with_components(features: dict[str, Any]) -> dict[str, Any]:

@@ -127,10 +127,7 @@ def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Ten
 def calibration_of(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
-    """Return the calibration of a head on the labelled validation cells of its run, None if there are none.
-
-    The model is whole, on the CPU and in eval mode.
-    """
+    """Calibration of a head on the labelled validation cells of its run, None without any; for a model on the CPU."""
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
     stream = CellStream(
@@ -224,10 +221,7 @@ def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: 
 
 
 def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, smallest: dict[str, float]) -> Predicted:
-    """Return the predictions of all heads for embedded cells; labels below `smallest` (`thresholds_of`) are unknown.
-
-    A cell without a vector has NaN and a missing label.
-    """
+    """Predictions of all heads for embedded cells; labels below `smallest` are unknown, missing without a vector."""
     digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
     predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
     for end, (objective, classifier) in classifiers_of(model, config).items():

@@ -37,10 +37,7 @@ def write_embedding(
 
 
 def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None) -> None:
-    """Write the predictions with `obs`, or added to a copy of the .h5ad `source`.
-
-    There they replace the predictions of another model, which would pass for this one's.
-    """
+    """Write the predictions with `obs`, or in place of another model's in a copy of the .h5ad `source`."""
     columns = predicted.obs
     with _opened(path, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source) as file:
         if source is None:

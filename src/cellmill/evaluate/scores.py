@@ -101,10 +101,7 @@ def _clustered(sums: np.ndarray) -> tuple[float, int]:
 
 
 def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
-    """A line for each gate and dataset (and label) that it fails on. `datasets` are as in metrics.json.
-
-    Raises ConfigError for a column or a baseline that a table lacks, and for a gate whose task was skipped everywhere.
-    """
+    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate without a row."""
     lines = []
     for gate in gates:
         tables = {
@@ -234,10 +231,7 @@ def kind_of(name: str) -> str:
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
-    """A row for each method: of each column its mean over repetitions, their standard deviation and single values.
-
-    With one repetition the standard deviation is 0. None where a row lacks a column.
-    """
+    """A row for each method: mean, sd and single values over repetitions in each column; None where it lacks one."""
     columns = list(columns)
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column.scores):

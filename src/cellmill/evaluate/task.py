@@ -131,10 +131,7 @@ def _blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np
 
 
 class TrainedCells:
-    """Training and validation cells of corpora: the model's, and of the models that it started from.
-
-    Raises DataError for a shard that is not as when it was written.
-    """
+    """Training and validation cells of the model's and its ancestors' corpora. Raises DataError for a changed shard."""
 
     def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
         self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names

@@ -92,12 +92,11 @@ def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: 
         for low, high, was, kept in zip(edges[:-1], edges[1:], before, after)
     ]
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
-    x = {"field": "from", "type": "quantitative", "scale": scale, "title": name, "axis": {"grid": False}}
-    tip = [{"field": field, "type": "quantitative"} for field in ("from", "to", "before", "kept")]
-    shared = {"x": x, "x2": {"field": "to"}, "tooltip": tip}
+    x = _number("from", scale=scale, title=name, axis={"grid": False})
+    shared = {"x": x, "x2": {"field": "to"}, "tooltip": [*map(_number, ("from", "to", "before", "kept"))]}
     layers = [
         {"mark": {"type": "rect", "color": tint, "opacity": opacity},
-         "encoding": shared | {"y": {"field": field, "type": "quantitative", "title": "cells"}, "y2": {"datum": 0}}}
+         "encoding": shared | {"y": _number(field, title="cells"), "y2": {"datum": 0}}}
         for field, tint, opacity in (("before", GREY, 0.45), ("kept", PALETTE[0], 0.9))
     ]  # fmt: skip
     return Figure(title, rows, {"height": 140, "layer": layers})
@@ -110,17 +109,17 @@ def dots(title: str, points: Sequence[tuple[str, float, float, str]], metric: st
          "low": _short(value - sd), "high": _short(value + sd)}
         for name, value, sd, kind in points
     ]  # fmt: skip
-    heading = f"{metric.replace('_', ' ')}, mean and sd" if any(sd for _, _, sd, _ in points) else metric
+    heading = metric.replace("_", " ") + (", mean and sd" if any(sd for _, _, sd, _ in points) else "")
     y = {"field": "name", "type": "nominal", "sort": None, "title": None}
     scale = {"domain": [0, 1]} if all(0 <= value <= 1 for _, value, _, _ in points) else {"zero": False}
-    x = {"type": "quantitative", "title": heading.replace("_", " "), "scale": scale}
+    x = _number("value", title=heading, scale=scale)
     tint = {"condition": {"test": "datum.kind != 'baseline'", "value": PALETTE[0]}, "value": GREY}
     filled = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": "transparent"}
-    tip = [{"field": "name"}, *({"field": field, "type": "quantitative"} for field in ("value", "sd"))]
+    tip = [{"field": "name"}, _number("value"), _number("sd")]
     layers: list[dict[str, Any]] = [
         {"mark": "rule", "encoding": {"y": y, "x": x | {"field": "low"}, "x2": {"field": "high"}, "color": tint}},
         {"mark": {"type": "point", "size": 55, "strokeWidth": 1.5},
-         "encoding": {"y": y, "x": x | {"field": "value"}, "stroke": tint, "fill": filled, "tooltip": tip}},
+         "encoding": {"y": y, "x": x, "stroke": tint, "fill": filled, "tooltip": tip}},
     ]  # fmt: skip
     return Figure(title, rows, {"height": {"step": 24}, "layer": layers})
 
@@ -128,8 +127,8 @@ def dots(title: str, points: Sequence[tuple[str, float, float, str]], metric: st
 def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline dotted."""
     rows: list[dict[str, Any]] = []
-    for line in curve["lines"]:
-        name = str(line["name"] or "runs")
+    lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
+    for name, line in lines.items():
         for point in line["points"]:
             sd = point["sd"] or 0.0
             rows.append({"name": name, "of": "runs", "size": point["size"], "value": _short(point["mean"]),
@@ -141,21 +140,22 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
                 rows.append({"name": name, "of": "law", "size": _short(x), "value": _short(y)})
     if curve["baseline"] is not None:
         rows.append({"name": curve["baseline"]["name"], "of": "baseline", "value": _short(curve["baseline"]["value"])})
-    spec = _lines([str(line["name"] or "runs") for line in curve["lines"]], "size", curve["metric"], log=False)
-    scale = {"type": "log"} if all(p["size"] > 0 for line in curve["lines"] for p in line["points"]) else {}
-    x = {"field": "size", "type": "quantitative", "title": curve["quantity"].replace("_", " "), "scale": scale}
+    spec = _lines([*lines], "size", curve["metric"], log=False)
+    scale = {"type": "log"} if all(row.get("size", 1) > 0 for row in rows) else {}
+    x = _number("size", title=curve["quantity"].replace("_", " "), scale=scale)
     encoding = {key: value for key, value in spec["encoding"].items() if key != "opacity"} | {"x": x}
-    layers: list[dict[str, Any]] = [
-        {"transform": [{"filter": "datum.of == 'runs'"}], "mark": {"type": "line", "point": True}},
-        {"transform": [{"filter": "datum.of == 'law'"}], "mark": {"type": "line", "strokeDash": [5, 4]}},
+    bars = {"x": x, "y": encoding["y"] | {"field": "low"}, "y2": {"field": "high"}, "color": encoding["color"]}
+    marks: list[tuple[str, Any, dict[str, Any]]] = [
+        ("runs", {"type": "line", "point": True}, encoding),
+        ("law", {"type": "line", "strokeDash": [5, 4]}, encoding),
+        ("runs", "rule", bars),
+        ("baseline", {"type": "rule", "strokeDash": [2, 3], "color": GREY},
+         {"y": _number("value"), "tooltip": {"field": "name"}}),
+    ]  # fmt: skip
+    layers = [
+        {"transform": [{"filter": f"datum.of == '{of}'"}], "mark": mark, "encoding": encoded}
+        for of, mark, encoded in marks
     ]
-    layers = [layer | {"encoding": encoding} for layer in layers]
-    low, high = encoding["y"] | {"field": "low"}, {"field": "high"}
-    bars = {"x": x, "y": low, "y2": high, "color": encoding["color"]}
-    layers.append({"transform": [{"filter": "datum.of == 'runs'"}], "mark": "rule", "encoding": bars})
-    dotted = {"y": {"field": "value", "type": "quantitative"}, "tooltip": {"field": "name"}}
-    mark = {"type": "rule", "strokeDash": [2, 3], "color": GREY}
-    layers.append({"transform": [{"filter": "datum.of == 'baseline'"}], "mark": mark, "encoding": dotted})
     return Figure(title, rows, {"height": 230, "layer": layers})
 
 
@@ -174,30 +174,26 @@ def umap(
     ]  # fmt: skip
     names = [*labels, f"no {by}"]
     coded = [{"c": code, "name": name} for code, name in zip([*codes.values(), -1], names)]
-    axis: dict[str, Any] = {"type": "quantitative", "axis": {"grid": False, "labels": False}, "scale": {"zero": False}}
-    ink: dict[str, Any] = {"titleColor": GREY, "domain": False}
+    ink: dict[str, Any] = {"grid": False, "labels": False, "titleColor": GREY, "domain": False}
     tint: dict[str, Any] = {
         "field": "name", "type": "nominal",
         "scale": {"domain": names, "range": [*(colour(i) for i in range(len(labels))), "#9aa0a6"]},
         "legend": {"labelColor": GREY},
     }  # fmt: skip
-    held: dict[str, Any] = {
-        "field": "cells",
-        "scale": {"domain": ["held out", "seen in training"], "range": ["circle", "triangle-up"]},
-    }
+    held = {"domain": ["held out", "seen in training"], "range": ["circle", "triangle-up"]}
     spec = {
         "height": 340,
         "transform": [
-            {"lookup": "c", "from": {"data": {"values": coded},
-                                     "key": "c", "fields": ["name"]}},
+            {"lookup": "c", "from": {"data": {"values": coded}, "key": "c", "fields": ["name"]}},
             {"calculate": "datum.h ? 'held out' : 'seen in training'", "as": "cells"},
         ],
         "params": [PICK, ZOOM],
         "mark": {"type": "point", "filled": True, "size": float(np.clip(9000 / max(len(rows), 1), 6, 30))},
         "encoding": {
-            "x": axis | {"field": "x", "title": "UMAP 1", "axis": axis["axis"] | ink},
-            "y": axis | {"field": "y", "title": "UMAP 2", "axis": axis["axis"] | ink},
-            "color": tint, "shape": held | {"legend": {"labelColor": GREY}}, "opacity": PICKED,
+            "x": _number("x", title="UMAP 1", axis=ink, scale={"zero": False}),
+            "y": _number("y", title="UMAP 2", axis=ink, scale={"zero": False}),
+            "color": tint, "shape": {"field": "cells", "scale": held, "legend": {"labelColor": GREY}},
+            "opacity": PICKED,
             "tooltip": [{"field": "name", "title": by}, {"field": "cells"}],
         },
     }  # fmt: skip
@@ -218,12 +214,7 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
         for axis, field in (("y", "true"), ("x", "predicted"))
     }  # fmt: skip
     tip = [{"field": "true"}, {"field": "predicted"}, {"field": "cells"}, {"field": "share", "format": ".1%"}]
-    opacity = {
-        "field": "share",
-        "type": "quantitative",
-        "scale": {"domain": [0, 1], "range": [0.06, 1]},
-        "legend": None,
-    }
+    opacity = _number("share", scale={"domain": [0, 1], "range": [0.06, 1]}, legend=None)
     spec = {
         "height": {"step": 20},
         "mark": {"type": "rect", "color": PALETTE[0]},
@@ -243,6 +234,11 @@ def points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, fl
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
 
 
+def _number(field: str, **options: Any) -> dict[str, Any]:
+    """Encoding of a field of numbers."""
+    return {"field": field, "type": "quantitative", **options}
+
+
 def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
     tint: dict[str, Any] = {
         "field": "name", "type": "nominal",
@@ -252,11 +248,10 @@ def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
         "params": [PICK, ZOOM],
         "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.5},
         "encoding": {
-            "x": {"field": x, "type": "quantitative", "title": x, "axis": {"format": ",d", "grid": False}},
-            "y": {"field": "value", "type": "quantitative", "title": y.replace("_", " "), "axis": {"tickCount": 5},
-                  "scale": {"type": "log"} if log else {"zero": False}},
-            "color": tint, "opacity": PICKED,
-            "tooltip": [{"field": "name"}, *({"field": of, "type": "quantitative"} for of in (x, "value"))],
+            "x": _number(x, title=x, axis={"format": ",d", "grid": False}),
+            "y": _number("value", title=y.replace("_", " "), axis={"tickCount": 5},
+                         scale={"type": "log"} if log else {"zero": False}),
+            "color": tint, "opacity": PICKED, "tooltip": [{"field": "name"}, _number(x), _number("value")],
         },
     }  # fmt: skip
 

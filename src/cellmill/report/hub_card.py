@@ -11,10 +11,7 @@ from cellmill.report.collect import ReportedCorpus, ReportedRun, read_corpus, re
 
 
 def hub_card(model: Path, licence: str) -> str:
-    """Return README.md of a model folder, which is that of a run if it has the run's files beside it.
-
-    Raises DataError if the folder has no card, ConfigError for a licence that is no name of the hub's.
-    """
+    """README.md of a model folder, with results of the run beside it. Raises DataError if the folder has no card."""
     if not licence.replace("-", "").replace(".", "").isalnum():
         raise ConfigError(f"--licence {licence!r}: expected an identifier of the hub, such as apache-2.0 or other")
     try:

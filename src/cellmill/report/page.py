@@ -217,10 +217,7 @@ def render(
     sweeps: Sequence[Mapping[str, Any]] = (),
     drawings: Drawings | None = None,
 ) -> str:
-    """The page as HTML, with user text escaped; its figures are added to `drawings`.
-
-    Raises DataError when two runs or corpora share a name.
-    """
+    """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or corpora share a name."""
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")

@@ -123,10 +123,7 @@ def generate(
     max_genes: int,
     batch_cells: int,
 ) -> None:
-    """Write `cells` generated cells to `out` (.h5ad). `prompt` has genes, ids or symbols, separated by commas.
-
-    0 is no `top_k`, and `max_genes` of the model's `tokens.max_tokens`.
-    """
+    """Write `cells` generated cells to `out` (.h5ad). 0 is no `top_k`, and `max_genes` of `tokens.max_tokens`."""
     check_h5ad(out, "--out")
     network, vocabulary, tokens, _ = load_for_inference(model)
     if not isinstance(network, AutoregressiveModel):

@@ -168,10 +168,7 @@ class _Evaluation:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[Context, np.ndarray, int]]:
-        """One dataset, and its unseen cells and the number of copies (`TrainedCells.unseen`).
-
-        Raises DataError if no cell is held out.
-        """
+        """One dataset, and the result of `TrainedCells.unseen`. Raises DataError if no cell is held out."""
         with self.datasets.open(name) as (reader, vectors, roles):
             unseen, n_copies = self.trained.unseen(name, reader)
             if self.section.cells == "heldout" and not unseen.any():
@@ -234,10 +231,7 @@ def predict_changes(
     out: Path,
     ancestors: Sequence[Path] = (),
 ) -> None:
-    """Write predicted changes and measured cells of one dataset to `out` (.h5ad).
-
-    `cells` may be a URL. `ancestors` are manifests of the runs that the initial weights came from.
-    """
+    """Write predicted changes and measured cells of one dataset to `out` (.h5ad); arguments as in `evaluate`."""
     check_h5ad(out, "--out")
     section, path = options.evaluate, local_input(cells)
     config, name = section.tasks.get("perturbation"), path.stem

@@ -49,10 +49,7 @@ def report(
 
 
 def sweep(*, values: Path, runs: Path, out: Path) -> None:
-    """Write results.csv to `out`, and curves.json beside it.
-
-    `values` is a JSON file with the values by axis of each run, `runs` the folder of all runs.
-    """
+    """Write results.csv to `out`, and curves.json beside it. `values` is a JSON file: values by axis of each run."""
     of_runs = read_json(values)
     axes = list(next(iter(of_runs.values()), {}))
     rows = [row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)]

@@ -26,6 +26,14 @@ class TaskConfig(Plugin):
         return {}
 
 
+MOST_FOLDS = Field(
+    10,
+    ge=2,
+    description="Maximum number of left-out groups: values are left out one at a time, or, if there are more values, "
+    "in this many groups.",
+)
+
+
 class ProbeConfig(TaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
@@ -81,12 +89,7 @@ class LeaveOutConfig(TaskConfig):
         min_length=1,
         description="Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored.",
     )
-    most_folds: int = Field(
-        10,
-        ge=2,
-        description="Maximum number of left-out groups: values are left out one at a time, or, if there are more "
-        "values, in this many groups.",
-    )
+    most_folds: int = MOST_FOLDS
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
 
 
@@ -146,12 +149,7 @@ class PerturbationConfig(TaskConfig):
     seeds: int = Field(
         3, ge=1, description="Repetitions of the cross-validation over perturbations, with `evaluate.folds` folds each."
     )
-    most_folds: int = Field(
-        10,
-        ge=2,
-        description="Maximum number of left-out groups of a role: values are left out one at a time, or, if there are "
-        "more values, in this many groups.",
-    )
+    most_folds: int = MOST_FOLDS
 
 
 class ImputationConfig(TaskConfig):
@@ -174,12 +172,7 @@ class ImputationConfig(TaskConfig):
     seeds: int = Field(
         3, ge=1, description="Repetitions of the cross-validation; one if the folds are donors or batches."
     )
-    most_folds: int = Field(
-        10,
-        ge=2,
-        description="Maximum number of groups: donors or batches are tested one at a time, or, if there "
-        "are more, in this many groups.",
-    )
+    most_folds: int = MOST_FOLDS
 
 
 class GeneEmbeddingConfig(TaskConfig):

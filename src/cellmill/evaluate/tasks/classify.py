@@ -106,10 +106,7 @@ def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineC
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier.
-
-    Of the two logistic regressions on a kind of features the better one is compared.
-    """
+    """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier."""
     verdicts, accuracy = against_best(columns), columns[0]
     for classifier in ("logistic regression", "kNN"):
         by_kind: dict[str, list[str]] = {}

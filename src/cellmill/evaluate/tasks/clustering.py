@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import OF_THE_MODEL, Features, read_rows, with_components, with_external
+from cellmill.evaluate.features import OF_THE_MODEL, features_of_counts, read_rows, with_components, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
 from cellmill.evaluate.task import Context, Task, TaskResult
@@ -87,7 +87,7 @@ class Clustering(Task):
             return chosen
         counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
-            features = with_components(Features(context).of(counts, context.vectors[chosen.cells]))
+            features = with_components(features_of_counts(context, counts, context.vectors[chosen.cells]))
             features = with_external(features, context, chosen.cells)
             found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
         columns = []

@@ -13,8 +13,16 @@ import numpy as np
 import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
-from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate.features import Features, fit_all, keep_columns, predict_all, read_rows, rows_of, stacked
+from cellmill.config.parts.tasks import DegradedConfig, LowDepthConfig, MissingGenesConfig
+from cellmill.evaluate.features import (
+    features_of_counts,
+    fit_all,
+    keep_columns,
+    predict_all,
+    read_rows,
+    rows_of,
+    stacked,
+)
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import Predictions
 from cellmill.evaluate.task import Context, Task, TaskResult
@@ -27,26 +35,20 @@ Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
 
 
-def classify_degraded(
-    context: Context, task: str, levels: Mapping[str, Degrade], neighbors: int, repeats: int
-) -> TaskResult:
-    """A row for each features and classifier; columns for whole cells and for each level and way of training.
-
-    Repeats draw both folds and what is lost again.
-    """
+def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[str, Degrade]) -> TaskResult:
+    """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
     if context.reader.ordered:
         kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
         return TaskResult(skipped=f"{kind} to lose")
-    options = context.options
-    chosen = labelled_cells(context, task, options.folds, "evaluate.folds", MAX_CELLS)
+    options, neighbors, repeats = context.options, config.neighbors, config.repeats
+    chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
     if isinstance(chosen, TaskResult):
         return chosen
-    features, whole = Features(context), read_rows(context.reader, chosen.cells)
-    predictions = Predictions(chosen.labels, repeats)
+    whole, predictions = read_rows(context.reader, chosen.cells), Predictions(chosen.labels, repeats)
     for repeat in range(repeats):
         generator = np.random.Generator(np.random.Philox(key=[options.seed, 1000 + repeat]))
-        cells = {WHOLE: features.of(whole)}
-        cells |= {name: features.of(degrade(whole, generator)) for name, degrade in levels.items()}
+        counts = {WHOLE: whole} | {name: degrade(whole, generator) for name, degrade in levels.items()}
+        cells = {level: features_of_counts(context, of_level) for level, of_level in counts.items()}
         for _, train, test in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
             labels = chosen.labels[train]
             seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
@@ -70,7 +72,7 @@ class LowDepth(Task):
     def run(self, context: Context) -> TaskResult:
         """Accuracy at each depth, matched and shifted; see `classify_degraded`."""
         levels = {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
-        return classify_degraded(context, "low_depth", levels, self.config.neighbors, self.config.repeats)
+        return classify_degraded(context, self.config, levels)
 
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
@@ -87,7 +89,7 @@ class MissingGenes(Task):
     def run(self, context: Context) -> TaskResult:
         """Accuracy with each number of genes, matched and shifted; see `classify_degraded`."""
         levels = {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
-        return classify_degraded(context, "missing_genes", levels, self.config.neighbors, self.config.repeats)
+        return classify_degraded(context, self.config, levels)
 
 
 def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:

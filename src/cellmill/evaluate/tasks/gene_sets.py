@@ -96,10 +96,7 @@ class GeneEmbedding(GeneTask):
 def _members(
     context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints the coverage.
-
-    Raises DataError if no name of the file is a known gene.
-    """
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints the coverage."""
     rows = rows_of_names({name for genes in sets.values() for name in genes}, context.model.vocabulary)
     n_known = sum(row >= 0 for row in rows.values())
     if not n_known:

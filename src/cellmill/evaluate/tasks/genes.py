@@ -159,10 +159,7 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def auroc(member: np.ndarray, scores: np.ndarray) -> float:
-    """Share of the pairs of a member and another in which the member has the higher score; ties count half.
-
-    `member`, (n,) bool, has both kinds.
-    """
+    """Share of pairs of a member and another in which the member has the higher score; ties count half."""
     return float(placements(member, scores)[member].mean())
 
 
@@ -190,10 +187,7 @@ def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
-    """Area under the curve of precision over recall, as steps; ties are one step.
-
-    Its expectation for a random ranking is about the share of members.
-    """
+    """Area under the steps of precision over recall; ties are one step."""
     order = np.argsort(-scores, kind="stable")
     hits, ranked = np.cumsum(member[order]), scores[order]
     ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))

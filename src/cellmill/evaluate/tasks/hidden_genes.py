@@ -30,9 +30,9 @@ import torch
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.stream.batch import Batch, split_batch
-from cellmill.evaluate.embed import embed_batches, inference, tokens_of
-from cellmill.evaluate.features import keep_columns
-from cellmill.evaluate.task import TOKEN_BUDGET, Context
+from cellmill.evaluate.embed import inference
+from cellmill.evaluate.features import embed_counts, keep_columns, tokens_of_counts
+from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, center_of, positions, to_tensors, with_extra_tokens
 from cellmill.models.family import Model
@@ -61,14 +61,12 @@ class HiddenGenes:
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
-        model, every, totals = self.context.model, np.ones(self.counts.shape[0], bool), np.zeros(2, np.int64)
-        for batch in tokens_of([self.visible], self.context.columns, model.vocabulary, model.tokens, every, totals):
+        for batch in tokens_of_counts(self.context, self.visible):
             yield without(batch, self.genes + len(SPECIAL))
 
     def embedded(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
-        n_cells, precision = self.counts.shape[0], self.context.options.precision
-        return np.nan_to_num(embed_batches(self.tokens(), network, n_cells, TOKEN_BUDGET, precision))
+        return embed_counts(self.context, self.counts, network, self.tokens())
 
     def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts of the columns of the file, by row of the vocabulary."""
@@ -92,10 +90,7 @@ WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
 
 
 def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: predicted log(1 + counts per 10,000), from vectors (C, H) of the visible part of the cells.
-
-    None for a model whose objective predicts no expression.
-    """
+    """(C, G) float32: predicted log(1 + counts per 10,000) from vectors (C, H); None of a model that predicts none."""
     network = hidden.context.model.network
     device = next(network.parameters()).device
     with inference(device, hidden.context.options.precision):
@@ -129,12 +124,8 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
 def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes.
 
-    Parameters
-    ----------
-    shares
-        (C, G): those of the hidden genes in the cell's counts, or if `is_log` in the sum of its log(1 + count).
-    visible
-        (C, V): counts of the other genes, which have the rest.
+    `shares`, (C, G), are their shares in the cell's counts, or if `is_log` in the sum of its log(1 + count); `visible`,
+    (C, V), are counts of the other genes, which have the rest.
     """
     rest = np.maximum(1 - shares.sum(1), 1e-9)
     depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()

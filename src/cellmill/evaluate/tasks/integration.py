@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import Features, own_components, read_rows, with_external
+from cellmill.evaluate.features import embed_counts, own_components, read_rows, with_external
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
@@ -65,9 +65,9 @@ class Integration(Task):
 
     def vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> dict[str, np.ndarray]:
         """Vectors of the cells by name, `(cells, width)`."""
-        seed, features, counts = context.options.seed, Features(context), read_rows(context.reader, cells)
-        principal = own_components(log_normalise(summed(counts) if features.columns.ordered else counts))
-        untrained = features.embed(counts, context.model.untrained)
+        seed, counts = context.options.seed, read_rows(context.reader, cells)
+        principal = own_components(log_normalise(summed(counts) if context.columns.ordered else counts))
+        untrained = embed_counts(context, counts, context.model.untrained)
         found = {EMBEDDING: context.vectors[cells], UNTRAINED: untrained, PRINCIPAL: principal}
         if self.config.harmony:  # with its own defaults (Korsunsky et al. 2019)
             harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")

@@ -53,10 +53,7 @@ class NeighborGraph:
 
 
 def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
-    """Edges of the undirected graph, upper triangle: the share of neighbours, themselves included, of both cells.
-
-    Weights of PhenoGraph (Levine et al. 2015, Cell 162:184).
-    """
+    """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al. 2015, Cell 162)."""
     n = len(graph.indices)
     adjacency = graph.adjacency()
     edges = sp.triu(adjacency.maximum(adjacency.T), k=1).tocoo()

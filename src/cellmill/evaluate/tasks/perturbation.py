@@ -99,10 +99,7 @@ GROUPS = ("start control", "measured control", "measured")
 
 
 def write_changes(path: Path, context: Context, config: PerturbationConfig, model_digest: str) -> ad.AnnData:
-    """Write the file of stage predict_changes and return its content. Atomic; OSError names `path`.
-
-    Raises DataError for a dataset without perturbations that can be held out.
-    """
+    """Write the file of stage predict_changes and return its content. Raises DataError if nothing can be held out."""
     if (reason := without_changes(context)) is not None:
         raise DataError(f"{context.dataset}: {reason}; name them in the table of datasets")
     profiles = read_profiles(context, strata_of(HELD_OUT))

@@ -24,7 +24,7 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import Features, fit_all, predict_all, read_rows
+from cellmill.evaluate.features import embed_counts, fit_all, predict_all, read_rows
 from cellmill.evaluate.labels import choose_cells, tally
 from cellmill.evaluate.scores import EMBEDDING, NOT_TESTED, UNTRAINED, Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
@@ -54,7 +54,7 @@ class CellGroup:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
-        counts, features, columns = read_rows(reader, cells), Features(context), context.columns
+        counts, columns = read_rows(reader, cells), context.columns
         return cls(
             path=str(reader.path),
             column=str(label.name),
@@ -66,7 +66,7 @@ class CellGroup:
             counts=summed(counts) if columns.ordered else counts,
             labels=chosen.labels,
             embedding=context.vectors[cells],
-            untrained=features.embed(counts, context.model.untrained),
+            untrained=embed_counts(context, counts, context.model.untrained),
         )
 
     def without(self, cells: np.ndarray) -> Self:
@@ -106,11 +106,7 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Features by name, `(cells, width)`, of the cells that classifiers are fitted on and of the tested ones.
-
-    Baselines come from the counts of `genes`; components and scales are fitted on `fitted`, or on training cells of the
-    model.
-    """
+    """Features by name, `(cells, width)`, of fitted and of tested cells; baselines from the counts of `genes`."""
     counts = sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
     profiles = log_normalise(counts[0]), log_normalise(counts[1])
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
