@@ -100,7 +100,7 @@ ELSEWHERE = {
     "unit/test_published.py": "model.pooling model.embed_layer",
     "unit/test_masked_model.py": "objective.random_frac objective.keep_frac objective.renormalize",
     "unit/test_export.py": "finetune.min_known_frac",
-    "unit/test_orthologs.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
+    "unit/test_genes.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
     "unit/test_perturbation_response.py": "objective.perturbation_column objective.control objective.perturbed_genes",
     "unit/test_plan.py": "train.epochs",
     "unit/test_post_norm.py": "model.activation model.norm_eps model.ends model.cls_value",

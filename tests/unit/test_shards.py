@@ -23,7 +23,7 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
-from tests.unit.test_gene_ranking import rank_order
+from tests.unit.test_tokens import rank_order
 
 
 def shard_files(manifest: Manifest) -> list[Path]:

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -362,8 +361,8 @@ def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tupl
 
 def _write_obs(obs: JointObs, cells: list[Path], scans: list[_Scan], corpus: np.ndarray) -> list[np.ndarray]:
     """Write the obs of every dataset, one in memory at a time; return the rows of each that shards have."""
-    ends = np.searchsorted(corpus["dataset"], np.arange(len(cells) + 1))
-    kept = [np.ascontiguousarray(corpus["row"][first:last]) for first, last in pairwise(ends.tolist())]
+    ends = np.searchsorted(corpus["dataset"], np.arange(1, len(cells)))
+    kept = [np.ascontiguousarray(rows) for rows in np.split(corpus["row"], ends)]
     for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
         mask = np.zeros(len(scan.cells), bool)
         mask[rows] = True
