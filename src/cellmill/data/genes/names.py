@@ -114,13 +114,6 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     return MappedGenes(gene_ids, symbols, _mitochondrial(symbols), coverage)
 
 
-def map_measured(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> tuple[np.ndarray, MappedGenes]:
-    """Rows of `var` that are gene expression (int64), and their genes by `map_genes`: in preprocessing, and in files
-    that a model reads."""
-    rows = np.flatnonzero(is_expression(var))
-    return rows, map_genes([var_names[row] for row in rows.tolist()], var.iloc[rows], organism)
-
-
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
     """Genes of one organism under the ids and symbols of `reference`; those without an ortholog lose their id.
 
@@ -153,7 +146,8 @@ def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     if reader.ordered:
         return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
     best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
-    for rows, gene_ids in _readings(reader, vocabulary, np.flatnonzero(measured)):
+    rows = np.flatnonzero(measured)
+    for gene_ids in _readings([reader.var_names[row] for row in rows], reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
         target[rows] = vocabulary.rows_of(gene_ids)
         known = target[target >= 0]
@@ -172,19 +166,15 @@ def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     return best
 
 
-def _readings(
-    reader: CountsReader, vocabulary: Vocabulary, measured: np.ndarray
-) -> Iterator[tuple[np.ndarray, list[str]]]:
-    """Columns and their ids: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
+def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[list[str]]:
+    """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
     known = _organisms(vocabulary)
     for organism in known:
-        rows, mapped = map_measured(reader.var_names, reader.var, organism)
-        yield rows, mapped.gene_ids
-    yield measured, [reader.var_names[row] for row in measured]
-    for organism in ORGANISMS if len(known) == 1 else ():
-        if organism not in known:
-            rows, mapped = map_measured(reader.var_names, reader.var, organism)
-            yield rows, map_orthologs(mapped, known[0]).gene_ids
+        yield map_genes(names, var, organism).gene_ids
+    yield names
+    if len(known) == 1:
+        for organism in {*ORGANISMS} - {*known}:
+            yield map_orthologs(map_genes(names, var, organism), known[0]).gene_ids
 
 
 def _organisms(vocabulary: Vocabulary) -> list[str]:
@@ -223,9 +213,8 @@ def is_expression(var: pd.DataFrame) -> np.ndarray:
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
-    codes, kinds = np.unique(text_values(var["feature_types"]), return_inverse=True)[::-1]
-    genes = [kind.strip().lower() in ("gene expression", "", "nan", "none") for kind in kinds]
-    return np.array(genes, bool)[codes]
+    kinds = pd.Series(text_values(var["feature_types"]), dtype=object).str.strip().str.lower()
+    return kinds.isin(["gene expression", "", "nan", "none"]).to_numpy()
 
 
 def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str) -> tuple[str, str]:

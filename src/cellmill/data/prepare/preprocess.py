@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import row_sums, select_columns, select_rows
-from cellmill.data.genes.names import LOST_NAMES, Coverage, MappedGenes, map_genes, map_measured, map_orthologs
+from cellmill.data.genes.names import LOST_NAMES, Coverage, MappedGenes, is_expression, map_genes, map_orthologs
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
@@ -115,8 +115,9 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
 
     Raises DataError below `min_coverage_frac`.
     """
-    rows, mapped = map_measured(reader.var_names, reader.var, options.organism)
+    rows = np.flatnonzero(is_expression(reader.var))
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
+    mapped = map_genes(names, var, options.organism)
     if not names:
         raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
     _check_coverage(reader.path, options, mapped.coverage, names, var)
@@ -203,9 +204,7 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
         rows = slice(first, first + block.shape[0])
         cells.column_sums += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
         cells.n_genes[rows], cells.n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
-        mito = np.flatnonzero(genes.is_mito[block.indices])
-        cell = np.searchsorted(block.indptr, mito, side="right") - 1
-        mito_counts = np.bincount(cell, weights=block.data[mito], minlength=block.shape[0])
+        mito_counts = row_sums(block.data * genes.is_mito[block.indices], block.indptr)
         cells.mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
         checks = (
             ~keep[rows],
