@@ -3,8 +3,6 @@
 Without SLURM they are skipped, with the names of the packages; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

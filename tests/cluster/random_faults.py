@@ -9,8 +9,6 @@ an undisturbed run, no two of its jobs may ever have processes at the same time,
 Two runs at a time, on the partitions gpu-a100 and gpu-h100, with `EACH` faults each.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

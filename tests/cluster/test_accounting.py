@@ -1,7 +1,5 @@
 """Cost of a run by a real sacct, compared with the run's own files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher that follows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

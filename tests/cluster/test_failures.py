@@ -2,8 +2,6 @@
 time, as those of one workflow do.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

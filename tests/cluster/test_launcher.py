@@ -2,8 +2,6 @@
 an undisturbed run, and there are never two jobs of one run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

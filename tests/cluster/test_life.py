@@ -4,8 +4,6 @@ undisturbed run, with every step once.
 The tests follow each other; after one that failed, the others fail too. `test_launcher.py` has each fault by itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

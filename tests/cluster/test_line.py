@@ -2,8 +2,6 @@
 launcher on two nodes of two processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

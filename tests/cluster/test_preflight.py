@@ -1,7 +1,5 @@
 """`cellmill preflight` on a real SLURM: its lines are true of the cluster, and its job is never left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Faults of random kinds, places and times: every run ends with the curve of an undisturbed one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

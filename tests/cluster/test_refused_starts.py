@@ -1,7 +1,5 @@
 """Starts that cannot succeed on a real SLURM: each ends in one job and one line."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A stage that can never start says so: before it is queued, while it waits, and in the table of runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The claim of a running job on its folder."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cost of a run: from recorded answers of sacct, from attempt files, and from trainings on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

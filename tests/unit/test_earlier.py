@@ -1,7 +1,5 @@
 """A training folder of which another length, other options or other data are asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of submissions: their owner, and damage to them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Agents on this machine: one that fails ends the others and gives the exit code; signals of their launcher."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

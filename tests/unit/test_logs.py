@@ -1,7 +1,5 @@
 """logs, attach and cancel on files and real processes; a real SLURM is in tests/cluster/test_commands.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Options of the machine: impossible ones are refused in one line, and none of them becomes a command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The task of a node: run as SLURM runs it when a process is lost, and what it derives on 64 nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Exact lines of preflight, with real processes and with scripted SLURM commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A profile is read as Snakemake reads it: a dry run is the reference."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`cellmill profiles install`, and Snakemake's lookup of the links."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

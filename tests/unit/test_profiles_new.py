@@ -1,7 +1,5 @@
 """`cellmill profiles new` with scripted answers of SLURM: the profile as Snakemake reads it, and exact refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The store of a job is reached by its own processes alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A job that is run once, against scripted SLURM commands: it is never left behind."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

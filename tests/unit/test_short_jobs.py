@@ -1,7 +1,5 @@
 """A time limit that is far too short is told once, with the share of the time that was start-up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

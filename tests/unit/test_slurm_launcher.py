@@ -1,7 +1,5 @@
 """The launcher against a scripted SLURM: refusals, no answers, garbage, jobs that vanish."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Stages in SLURM's queue: whose they are, and why they wait."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

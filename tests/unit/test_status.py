@@ -1,7 +1,5 @@
 """The table of runs: the source of each state, without SLURM and with damaged files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

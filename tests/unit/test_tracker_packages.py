@@ -1,7 +1,5 @@
 """Trackers with the real packages: what each has of a run that was stopped and resumed is read back."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

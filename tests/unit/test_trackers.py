@@ -1,7 +1,5 @@
 """Trackers and observers: each line once, over kills and resumes, and none can fail, delay or slow a training."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """cellmill watch: a run from its files alone, piped, on narrow terminals, and when folders come and go."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

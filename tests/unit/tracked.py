@@ -1,7 +1,5 @@
 """A run to track, and an installed package with trackers and observers that misbehave as they are told."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ report (`node_probe.facts`) that this machine reads, so the folder is shared bot
 ended, shared folder, versions, GPUs, clocks and network.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import threading
