@@ -70,17 +70,11 @@ def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
     return notes
 
 
-def known_cost(train: Path, training_s: float | None, now: float) -> dict[str, Any]:
-    found = cost(train, training_s, now)
-    assert found is not None
-    return found
-
-
 def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(tmp_path: Path, no_slurm: Path) -> None:
     first, second = record(tmp_path, 1), record(tmp_path, 2, state="CANCELLED")
     attempt(first, 0, 2, 5, 5)  # ignored, since sacct knows the job
     notes = sacct(no_slurm, REQUEUED.replace("NAME", first.name) + CANCELLED.replace("NAME", second.name))
-    found = known_cost(tmp_path, 6.0, T + 200)
+    found = cost(tmp_path, 6.0, T + 200)
     assert notes.read_text() == (
         "%s -P -n --duplicates -j 1,2 -o JobID,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,"
         "TotalCPU,MaxRSS,JobName\n"
@@ -108,7 +102,7 @@ def test_without_accounting_the_cost_comes_from_attempt_files(tmp_path: Path, no
     running = record(tmp_path, 2, state="RUNNING", ended_at=None)
     attempt(running, 0, started=150, seen=195, ended=None)
     record(tmp_path, 3, state="PENDING", ended_at=None)
-    found = known_cost(tmp_path, None, T + 260)
+    found = cost(tmp_path, None, T + 260)
     assert found["source"] == "own files"
     assert [job["state"] for job in found["jobs"]] == ["REQUEUED", "COMPLETED", "RUNNING", "PENDING"]
     assert [job["queue_wait_s"] for job in found["jobs"]] == [10, 20, 50, 60]
@@ -142,7 +136,7 @@ def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_reco
     job = record(tmp_path, 1)
     attempt(job, 0, started=10, seen=40, ended=46)
     sacct(no_slurm, answer.replace("NAME", job.name), code, error)
-    found = known_cost(tmp_path, 9.0, T + 200)
+    found = cost(tmp_path, 9.0, T + 200)
     assert found["source"] == "own files"
     assert found["totals"]["gpu_hours"] == pytest.approx(4 * 36 / 3600)
     assert reason in found["unknown"]["max_memory_gb"]
@@ -151,7 +145,7 @@ def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_reco
 
 def test_the_cost_of_a_job_without_files_is_null_with_a_reason(tmp_path: Path, no_slurm: Path) -> None:
     record(tmp_path, 7, state="FAILED")
-    found = known_cost(tmp_path, None, T)
+    found = cost(tmp_path, None, T)
     assert found["totals"]["gpu_hours"] is None
     assert found["unknown"]["gpu_hours"] == ("unknown for 7: it left no attempt file, and there is no accounting of it")
     assert sentence(found) == "an unknown number of GPU-hours in 1 job"
@@ -175,11 +169,11 @@ def test_a_training_on_this_machine_is_recorded_however_it_ends(tmp_path: Path, 
     began = json.loads((tmp_path / "local.json").read_text())[-1]["started_at"]
     (tmp_path / "metrics.jsonl").write_text("")
     os.utime(tmp_path / "metrics.jsonl", (began + 30, began + 30))
-    found = known_cost(tmp_path, 3.0, T)
+    found = cost(tmp_path, 3.0, T)
     assert [job["state"] for job in found["jobs"]] == ["COMPLETED", "STOPPED", "FAILED", "RUNNING"]
     with local_start(tmp_path, machine):  # the next one gives the killed one an end: its last sign of life
         (tmp_path / "metrics.jsonl").unlink()
-    found = known_cost(tmp_path, 3.0, T)
+    found = cost(tmp_path, 3.0, T)
     jobs = found["jobs"]
     assert [job["state"] for job in jobs] == ["COMPLETED", "STOPPED", "FAILED", "KILLED", "COMPLETED"]
     assert jobs[0]["cpu_s"] >= 0.2

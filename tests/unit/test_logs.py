@@ -96,10 +96,8 @@ def test_a_closed_pipe_is_no_error(results: Path) -> None:
     local_log(results, "one", "a line\n" * 100_000)
     words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
     reading = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert reading.stdout is not None
     assert reading.stdout.readline() == "a line\n"
     reading.stdout.close()
-    assert reading.stderr is not None
     assert (reading.wait(200), reading.stderr.read()) == (0, "")
 
 

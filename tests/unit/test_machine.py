@@ -98,7 +98,7 @@ def test_gpus_are_counted_in_every_form_of_request(given: dict[str, Any], gpus: 
 
 
 def test_node_counts_accept_numbers_texts_and_ranges() -> None:
-    assert list(Machine(nodes=3).node_counts) == [3]  # type: ignore[arg-type]
+    assert list(Machine(nodes=3).node_counts) == [3]
     assert list(Machine(nodes="2-4", launcher="slurm").node_counts) == [2, 3, 4]
 
 

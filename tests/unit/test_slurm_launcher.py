@@ -75,8 +75,8 @@ class Scripted:
     def launcher(self) -> SlurmLauncher:
         """A launcher to which the run's folder shows the scripted states and saved steps, one at each look."""
         folder = TrainFolder(self.train)
-        folder.state = lambda: self._next(self.states)  # type: ignore[method-assign]
-        folder.saved_step = lambda: self._next(self.steps)  # type: ignore[method-assign]
+        folder.state = lambda: self._next(self.states)
+        folder.saved_step = lambda: self._next(self.steps)
         return SlurmLauncher(folder, self.machine)
 
     def calls(self, program: str) -> list[str]:
@@ -186,7 +186,7 @@ def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_en
     scripted.hook("squeue", f"if err == 'released':\n    Path({str(own.file)!r}).write_text({release!r})")
     calls, launcher = scripted.fake / "calls", scripted.launcher()
     state = lambda: "done" if calls.read_text().count("sbatch") == 2 else "running"  # noqa: E731
-    launcher.folder.state = state  # type: ignore[method-assign]
+    launcher.folder.state = state
     launcher.run(lambda folder: Job("some.module", [str(folder)], 1, 1))
     line = (
         f"job {holder} still trains on node3, which SLURM may have lost; another job is submitted once it has ended; "
@@ -578,7 +578,6 @@ def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -
     with open(log, "a") as file:
         file.write(failed)
     tail.read()
-    assert tail.not_launched is not None
     assert tail.not_launched[3] == "Slurmd could not connect IO"
     (tmp_path / "early").write_text(failed + begins)  # of one start: srun may write first
     early = Tail(tmp_path / "early")

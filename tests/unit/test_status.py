@@ -47,7 +47,6 @@ def hold(train: Path, holders: list[subprocess.Popen[str]], follows: bool = Fals
     command = [sys.executable, "-c", HOLD, str(train), *(["follows"] if follows else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     holders.append(process)
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     return process
 

@@ -48,8 +48,6 @@ with locked(Path(sys.argv[1]), "busy", follows=True):
 def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FOLLOWER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as follower:
-        assert follower.stdin is not None
-        assert follower.stdout is not None
         assert follower.stdout.readline() == "starting\n"
         with pytest.raises(DataError, match="busy"), locked(tmp_path, "busy", wait_s=0.5, follows=True):
             pass
@@ -91,7 +89,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_outlives_an_undamaged_one(t
     save(folder, 20, 10)
     (tmp_path / "checkpoints" / "step-00000020" / "state.json").unlink()
     found, damaged = folder.newest_whole()
-    assert found is not None
     assert (found.step, len(damaged)) == (10, 1)
     folder.set_damaged_aside(found.step)
     save(folder, 15, 10, keep=1)
@@ -138,7 +135,6 @@ def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: P
 
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
         where = re.escape(str(tmp_path))
         expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); stop it"

@@ -34,7 +34,6 @@ def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(tm
     command = [sys.executable, "-m", "cellmill.cli", "watch", "one", "--results", "results", "--every-s", "0.1"]
     (tmp_path / "Snakefile").touch()
     watching = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert watching.stdout is not None
     assert watching.stdout.readline() == "one: not begun\n"
     train = tracked_run(tmp_path / "made")
     with TrainFolder(train).locked():
