@@ -30,7 +30,8 @@ def profiles_install(*, source: Path) -> None:
             f"{source}/default: Snakemake loads a profile of that name unasked, and it overrides --profile key by key; "
             "rename it"
         )
-    target = user_profiles()
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()  # as Snakemake looks for a user's profiles
+    target = (Path(base) if base else Path.home() / ".config") / "snakemake"
     links = {target / profile.name: profile for profile in profiles}
     for link, profile in links.items():
         if os.path.lexists(link) and link.resolve() != profile:
@@ -42,12 +43,6 @@ def profiles_install(*, source: Path) -> None:
             link.symlink_to(profile)
         print(f"snakemake --profile {profile.name}   {link} -> {profile}")
     print(f"to undo: rm {shlex.join(map(str, links))}")
-
-
-def user_profiles() -> Path:
-    """Folder in which Snakemake looks for a user's profiles on Linux (XDG base directories)."""
-    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".config") / "snakemake"
 
 
 def profiles_new(

@@ -132,7 +132,14 @@ class JobFollower:
     def _poll(self) -> None:
         state = self.queue.state(self.job_id, self.name)
         if state.name == UNKNOWN:
-            self._wait_for_answer(state.reason)
+            if not self._silent_since:
+                say(f"warning: no usable answer from squeue ({state.reason}); waiting for one")
+                self._silent_since = time.monotonic()
+            elif time.monotonic() - self._silent_since > self.patience_s:
+                raise Stopped(
+                    f"no usable answer from squeue for {self.patience_s:.0f} s ({state.reason}); job {self.job_id} may "
+                    f"still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
+                )
             return
         if self._silent_since:
             say("squeue answers again")
@@ -167,17 +174,6 @@ class JobFollower:
         self._gone_since = self._gone_since or time.monotonic()
         alive = self.record is not None and living(self.record.path.parents[1]) == self.job_id
         return not alive and time.monotonic() - self._gone_since >= GONE_S
-
-    def _wait_for_answer(self, trouble: str) -> None:
-        now = time.monotonic()
-        if not self._silent_since:
-            say(f"warning: no usable answer from squeue ({trouble}); waiting for one")
-            self._silent_since = now
-        elif now - self._silent_since > self.patience_s:
-            raise Stopped(
-                f"no usable answer from squeue for {self.patience_s:.0f} s ({trouble}); job {self.job_id} "
-                f"may still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
-            )
 
 
 def save_job(

@@ -23,7 +23,7 @@ from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import SlurmJobs
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.jobs import CANCELLED, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs
+from cellmill.runs.jobs import CANCELLED, CONNECTION, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs, error_line
 from cellmill.runs.lock import FolderDeleted, FolderWatch, living
 from cellmill.runs.progress import training_seconds
 
@@ -262,8 +262,8 @@ class SlurmLauncher:
             raise UserError(f"the job ended with {ended.state} before the training was done {where}")
         if not ended.log.exists():
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
-        if ended.connection:
-            return f"job {ended.job_id} ended with FAILED: {ended.connection}"
+        if connection := error_line(ended.path, CONNECTION):
+            return f"job {ended.job_id} ended with FAILED: {connection}"
         if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
         return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"

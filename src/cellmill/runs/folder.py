@@ -112,17 +112,20 @@ class TrainFolder:
                 shutil.rmtree(aside, ignore_errors=True)
                 checkpoint.path.rename(aside)
 
-    def newest_whole(self, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
-        """The newest undamaged checkpoint, and a line for each newer, damaged one. None if there is no checkpoint.
-        Raises DataError if all of them are damaged: training never restarts at step 0 unasked."""
-        return self.newest_undamaged(self.checkpoints(), lambda checkpoint: checkpoint.damage(contents))
-
-    def newest_undamaged(
-        self, checkpoints: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
+    def newest_whole(
+        self,
+        contents: bool = True,
+        checkpoints: Sequence[Checkpoint] | None = None,
+        damage: Callable[[Checkpoint], str | None] | None = None,
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The same, of these checkpoints, oldest first; `damage` describes the damage of one."""
+        """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each newer, damaged one.
+
+        `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage of one. Raises
+        DataError if all of them are damaged: training never restarts at step 0 unasked.
+        """
+        damage = damage or (lambda checkpoint: checkpoint.damage(contents))
         damaged: list[str] = []
-        for checkpoint in reversed(checkpoints):
+        for checkpoint in reversed(self.checkpoints() if checkpoints is None else checkpoints):
             line = damage(checkpoint)
             if line is None:
                 return checkpoint, damaged

@@ -219,11 +219,6 @@ class JobRecord:
         """The line that a process or node left about what went wrong."""
         return error_line(self.path)
 
-    @property
-    def connection(self) -> str | None:
-        """The line about the first collective that failed."""
-        return error_line(self.path, CONNECTION)
-
     def attempts(self) -> list[dict[str, Any]]:
         """Contents of its attempt files, oldest first."""
         return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -184,8 +185,7 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):  # outside of git
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):  # outside of git
-        return versions
-    return versions | {"commit": done.stdout.strip()}
+        versions["commit"] = done.stdout.strip()
+    return versions

@@ -232,7 +232,7 @@ class Checkpoints:
 
         # rank 0's list: another node may not see the newest yet, or still see a removed one
         names = self._of_ranks([checkpoint.path.name for checkpoint in self.folder.checkpoints()])[0]
-        return self.folder.newest_undamaged([self.folder.checkpoint(name) for name in names], damage)
+        return self.folder.newest_whole(checkpoints=[self.folder.checkpoint(name) for name in names], damage=damage)
 
     def _of_ranks(self, value: Any) -> list[Any]:
         return gather_json(value, torch.device("cpu"), self._group)
