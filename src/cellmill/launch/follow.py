@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
@@ -17,6 +18,7 @@ PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 TICK_S = 1.0  # between two reads of a log
+say = partial(print, flush=True)
 NOT_LAUNCHED = re.compile(
     r"^srun: error: (?:tasks? ([\d,-]+):? launch failed|task launch for \S+ failed on node (\S+)): (.*)$",
     re.IGNORECASE | re.MULTILINE,
@@ -222,7 +224,3 @@ def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Calla
     while not shown() and time.monotonic() <= deadline:
         os.listdir(folder)  # makes a network file system look again
         wait(TICK_S)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)

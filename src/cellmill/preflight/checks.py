@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from snakemake.cli import parse_set_threads
@@ -43,16 +44,7 @@ class Check:
         return replace(self, what=f"{what}, {self.what}", remedy=remedy)
 
 
-def ok(what: str, text: str) -> Check:
-    return Check("ok", what, text)
-
-
-def no(what: str, text: str, remedy: str = "") -> Check:
-    return Check("no", what, text, remedy)
-
-
-def doubt(what: str, text: str, remedy: str = "") -> Check:
-    return Check("?", what, text, remedy)
+ok, no, doubt = partial(Check, "ok"), partial(Check, "no"), partial(Check, "?")
 
 
 def judged(fits: bool, what: str, text: str, remedy: str) -> Check:
