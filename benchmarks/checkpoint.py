@@ -97,9 +97,7 @@ def stall(arguments: argparse.Namespace) -> None:
     model = build(spec(arguments.layers, arguments.hidden)).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.initialize(
-                name, parameter, torch.Generator(device)
-            )
+            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.fills[name](parameter, torch.Generator(device))
     optimizer = build_optimizer(model, TRAIN)
     step = stepper(model, optimizer, arguments.cells, device)
     seconds(step, device)  # the first allocates

@@ -104,7 +104,7 @@ def _packed(spec: ModelSpec, device: torch.device, precision: str) -> Work:
     model = build(spec).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            model.initialize(name, parameter, torch.Generator().manual_seed(0))
+            model.fills[name](parameter, torch.Generator().manual_seed(0))
     parallel = Parallel(strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true")
     mesh = build_mesh(parallel, 1, device.type)
     parallel_model = ParallelModel(model.to(device), parallel, mesh)

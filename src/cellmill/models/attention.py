@@ -26,15 +26,9 @@ from cellmill.parallel.torch_private import flash_attention, softmax_backward
 SCORES = 1 << 20  # scores of one tile: 4 MB in float32
 
 
-def tiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool = False
-) -> torch.Tensor:
-    """(T, h, d) each -> (T, h, d): attention inside each cell of one or more tokens. CPU tensors."""
-    out: torch.Tensor = _Tiled.apply(q, k, v, lengths, causal)
-    return out
-
-
 class _Tiled(torch.autograd.Function):
+    """(T, h, d) each -> (T, h, d): attention inside each cell of one or more tokens. CPU tensors."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool
@@ -139,7 +133,7 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
     tiled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
     for (length, cells), q_, k_, v_ in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
         if tiled and length >= LONG:
-            parts.append(tiled_attention(q_, k_, v_, [length] * cells, causal))
+            parts.append(_Tiled.apply(q_, k_, v_, [length] * cells, causal))
             continue
         # (cells, h, length, d)
         q_, k_, v_ = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in (q_, k_, v_))

@@ -30,7 +30,7 @@ from cellmill.files import atomic_path, require_file, sha256_file
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
-from cellmill.models.initial import PIECE
+from cellmill.models.initial import PIECE, fill_part
 from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part
 
 WEIGHTS = "model.safetensors"
@@ -192,7 +192,7 @@ def initial_tensors(
         else:
             # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
             generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
-            own = model.initial_part(name, empty, part, generator)
+            own = fill_part(model.fills[name], empty, part, generator)
         if source is not None and theirs is not None:
             if name in new_genes:
                 own[theirs < 0] = new_genes[name][part[1:]].to(empty.dtype)

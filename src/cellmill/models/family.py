@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from cellmill.data.stream.batch import Batch
-from cellmill.models.initial import Fill, fill_part
+from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective
 from cellmill.parallel.apply import Style
-from cellmill.parallel.materialize import Part
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ParallelPlan:
 class Model(nn.Module):
     """Base class of all models, built on the meta device: `__init__` computes no values.
 
-    Buffers are constants: equal on every rank, filled by `initialize`, saved if persistent.
+    Buffers are constants: equal on every rank, filled by `fills`, saved if persistent.
     """
 
     plan: ParallelPlan
@@ -121,11 +120,3 @@ class Model(nn.Module):
     def initial_value(self, name: str) -> Fill | None:
         """Return the initial value of a parameter of the model itself; by default the objective's."""
         return self.objective.initial_value(name)
-
-    def initialize(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the full CPU tensor of the parameter or buffer `name` with its initial values."""
-        self.fills[name](tensor, generator)
-
-    def initial_part(self, name: str, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
-        """Return `part` of the values that `initialize` gives a tensor like `empty`."""
-        return fill_part(self.fills[name], empty, part, generator)
