@@ -25,11 +25,7 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """(T,) int64 and (V, H) -> (T, H), replicated."""
     if not isinstance(table, DTensor):
         return F.embedding(tokens, table)
-
-    def looked_up(rows: torch.Tensor, inside: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        return F.embedding(rows, own) * inside[:, None]
-
-    return _over_ranks(tokens, table, len(tokens), looked_up)
+    return _over_ranks(tokens, table, len(tokens), lambda rows, inside, own: F.embedding(rows, own) * inside[:, None])
 
 
 def embed_bags(
@@ -38,11 +34,10 @@ def embed_bags(
     """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over a cell's tokens."""
     if not isinstance(table, DTensor):
         return _sum_bags(tokens, values, cu_seqlens, table)
-
-    def summed(rows: torch.Tensor, inside: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        return _sum_bags(rows, values * inside, cu_seqlens, own)
-
-    return _over_ranks(tokens, table, len(cu_seqlens) - 1, summed)
+    n_cells = len(cu_seqlens) - 1
+    return _over_ranks(
+        tokens, table, n_cells, lambda rows, inside, own: _sum_bags(rows, values * inside, cu_seqlens, own)
+    )
 
 
 def _over_ranks(
