@@ -100,10 +100,7 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             "every cell",
         ),
         ("del made.obsm['X_emb']", "expected a dense array of numbers in obsm['X_emb'] or X, got no dense array"),
-        (
-            "made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]",
-            "expected N rows in obsm['X_emb'], got shape (N, 0)",
-        ),
+        ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected N rows in obsm['X_emb'], got shape (N, 0)"),
     ],
 )
 def test_what_a_command_gets_wrong_is_one_line(

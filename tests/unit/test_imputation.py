@@ -21,12 +21,7 @@ from cellmill.data.genes.names import match_columns
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.hidden_genes import (
-    HiddenGenes,
-    counts_of_logs,
-    expression_of_shares,
-    own_expression,
-)
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, counts_of_logs, expression_of_shares, own_expression
 from cellmill.evaluate.tasks.imputation import Imputation, expression_scores, fitted
 from tests.unit.evaluated import make_context
 

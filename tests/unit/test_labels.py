@@ -27,14 +27,7 @@ from cellmill.data.shards.obs import numbers_in
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch import tokenized
 from cellmill.errors import ConfigError
-from cellmill.evaluate.predict import (
-    STEPS,
-    calibrate,
-    calibration_error,
-    classifications_of,
-    fit_temperature,
-    run_head,
-)
+from cellmill.evaluate.predict import STEPS, calibrate, calibration_error, classifications_of, fit_temperature, run_head
 from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors

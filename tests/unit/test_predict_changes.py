@@ -113,9 +113,7 @@ def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any,
             assert mean == pytest.approx(first, abs=1e-4, nan_ok=True), (name, metric)
 
 
-def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(
-    cells: tuple[Context, Any, Path],
-) -> None:
+def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     stored, names = ad.read_h5ad(path), context.reader.obs.index
     profiles = read_profiles(context, strata_of("perturbation"))

@@ -47,23 +47,10 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert len(rows) == 8 * 5
     assert rows[3] | {"run": "", "value": ""} == {
-        "run": "",
-        "stream.train_frac": str(100 / 3000),
-        "train.seed": "0",
-        "parameters": "7",
-        "cells": "100",
-        "steps": "5",
-        "cells_seen": "160",
-        "gpu_hours": "",
-        "cpu_core_hours": "",
-        "dataset": "pbmc",
-        "task": "probe",
-        "name": "embedding + kNN",
-        "kind": "model",
-        "metric": "macro_f1",
-        "value": "",
-        "sd": "0.1",
-    }
+        "run": "", "stream.train_frac": str(100 / 3000), "train.seed": "0", "parameters": "7", "cells": "100",
+        "steps": "5", "cells_seen": "160", "gpu_hours": "", "cpu_core_hours": "", "dataset": "pbmc", "task": "probe",
+        "name": "embedding + kNN", "kind": "model", "metric": "macro_f1", "value": "", "sd": "0.1",
+    }  # fmt: skip
     loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["curves"]
     assert entropy["metric"] == "cross_entropy", "what is alike in all runs has no curve"
     assert (probe["quantity"], probe["baseline"]) == ("cells", {"name": "PCA50 + kNN", "value": pytest.approx(0.7)})

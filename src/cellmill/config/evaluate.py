@@ -88,8 +88,7 @@ class Evaluate(Section):
         "heldout", description="heldout excludes every cell that the model was trained or validated on."
     )
     precision: Literal["32-true", "bf16-mixed"] = Field(
-        "32-true",
-        description="Number format of the model in tasks that run it again; set it as embed.precision.",
+        "32-true", description="Number format of the model in tasks that run it again; set it as embed.precision."
     )
     folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit a model.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")

@@ -303,7 +303,7 @@ class TaskResult:
 
     @classmethod
     def from_columns(
-        cls, columns: list[ScoreColumn], figures: dict[str, Any], judged: list[ScoreColumn] | None = None, **fields: Any
+        cls, columns: list[ScoreColumn], numbers: dict[str, Any], judged: list[ScoreColumn] | None = None, **fields: Any
     ) -> Self:
         """Table, verdicts and differences of `columns`, of which the first ranks the rows; `fields` replace others.
 
@@ -313,7 +313,7 @@ class TaskResult:
         if "verdicts" not in fields:
             fields["verdicts"] = against_best(judged)
         computed = {"rows": table_rows(columns), "metric": columns[0].heading, "differences": differences(judged)}
-        return cls(**{"figures": figures} | computed | fields)
+        return cls(**{"figures": numbers} | computed | fields)
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""

@@ -66,12 +66,7 @@ def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np
 
 
 def umap_rows(
-    name: str,
-    obs_names: pd.Index,
-    vectors: np.ndarray,
-    roles: Mapping[str, pd.Series],
-    unseen: np.ndarray,
-    seed: int,
+    name: str, obs_names: pd.Index, vectors: np.ndarray, roles: Mapping[str, pd.Series], unseen: np.ndarray, seed: int
 ) -> list[tuple[Any, ...]]:
     """Rows of umap.tsv for the cells of one dataset that have an embedding, with their role label and batch."""
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), MAX_CELLS, seed, 1)

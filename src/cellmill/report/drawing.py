@@ -67,10 +67,7 @@ class Drawings:
 
 def complete(figure: Figure) -> dict[str, Any]:
     """The specification with what all figures share."""
-    return figure.spec | {
-        "config": CONFIG,
-        "autosize": {"type": "fit-x", "contains": "padding"},
-    }
+    return figure.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
 def in_script(value: Any) -> str:

@@ -61,10 +61,9 @@ def _results(run: ReportedRun) -> list[str]:
             if columns:
                 lines += ["", f"| {_cell(task)} | {' | '.join(column.removesuffix('_mean') for column in columns)} |"]
                 lines.append("|---" * (len(columns) + 1) + "|")
-                lines += [
-                    f"| {_cell(row['name'])} | {' | '.join(_number(row.get(column)) for column in columns)} |"
-                    for row in entry["rows"]
-                ]
+                for row in entry["rows"]:
+                    values = ("" if (value := row.get(key)) is None else f"{value:.3f}" for key in columns)
+                    lines.append(f"| {_cell(row['name'])} | {' | '.join(values)} |")
             lines += ["", *entry["sentences"]] if entry["sentences"] else []
     return lines
 
@@ -85,7 +84,3 @@ def _rerun(run: ReportedRun, corpus: ReportedCorpus | None) -> list[str]:
 def _cell(text: Any) -> str:
     """Text in one cell of a table."""
     return " ".join(str(text).replace("|", "\\|").split())
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -143,12 +143,7 @@ def generate(
         ("seed", 0 <= seed < 2**31, f"0 to {2**31 - 1}", seed),
         ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
         ("prompt", len(first) <= most, f"at most {most} genes {of}", len(first)),
-        (
-            "max-genes",
-            least <= (max_genes or most) <= most,
-            f"{least} (genes of --prompt) to {most} {of}",
-            max_genes,
-        ),
+        ("max-genes", least <= (max_genes or most) <= most, f"{least} (genes of --prompt) to {most} {of}", max_genes),
     ):
         if not right:
             raise ConfigError(f"--{name}: expected {wanted}, got {given}")

@@ -145,12 +145,7 @@ class _Evaluation:
     """The model, its training cells, the datasets, and `model` and `fingerprint` of metrics.json (`about`)."""
 
     def __init__(
-        self,
-        section: Evaluate,
-        model: Path,
-        manifest: Path,
-        ancestors: Sequence[Path],
-        files: dict[str, DatasetFiles],
+        self, section: Evaluate, model: Path, manifest: Path, ancestors: Sequence[Path], files: dict[str, DatasetFiles]
     ) -> None:
         shards = Manifest.read(manifest)
         self.section, self.model = section, load_evaluated(model, manifest, shards, section.seed)
