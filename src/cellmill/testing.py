@@ -117,11 +117,11 @@ def run(folder: Path, words: str) -> None:
 
 
 def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
-    """Write cells.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw` in `folder`, which is returned."""
+    """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw` in `folder`, which is returned."""
     (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
     (folder / "config.yaml").write_text(config.replace("TABLE", str(folder / "datasets.tsv")))
-    given, cells = "--config @/config.yaml --corpus sim", "--cells @/cells.h5ad"
-    run(folder, f"preprocess {given} --dataset sim --input @/{raw} --out @/cells.h5ad --report @/report.json")
+    given, cells = "--config @/config.yaml --corpus sim", "--cells @/sim.h5ad"
+    run(folder, f"preprocess {given} --dataset sim --input @/{raw} --out @/sim.h5ad --report @/report.json")
     run(folder, f"vocabulary {given} {cells} --out @/vocabulary.tsv")
     run(folder, f"shard {given} {cells} --vocabulary @/vocabulary.tsv --out @/shards/manifest.json")
     return folder
@@ -144,7 +144,7 @@ def exported(corpus: Path, out: Path) -> dict[str, np.ndarray]:
     last = '{"consolidate":{"checkpoint":"last"}}'
     consolidate = ["consolidate", "--options", last, "--vocabulary", f"{corpus}/vocabulary.tsv"]
     assert main([*consolidate, "--train", str(out), "--out", str(model)]) == 0
-    embed = ["embed", "--options", '{"embed":{}}', "--model", str(model), "--input", f"{corpus}/cells.h5ad"]
+    embed = ["embed", "--options", '{"embed":{}}', "--model", str(model), "--input", f"{corpus}/sim.h5ad"]
     assert main([*embed, "--out", f"{model}/embedded.h5ad"]) == 0
     vectors = ad.read_h5ad(model / "embedded.h5ad").obsm["X_cellmill"]
     return load_file(model / "model.safetensors") | {"embeddings": vectors}

@@ -8,18 +8,14 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from cellmill.runs.progress import read_lines
 from tests.cluster.rig import Rig
+from tests.distributed.command import last_step, losses, wait_for, words
 from tests.distributed.conftest import options
 
 HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
@@ -29,15 +25,6 @@ def run_options(steps: int, **train: Any) -> dict[str, Any]:
     """A small run."""
     length = {"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 10_000, "global_batch": 64}
     return options(HYBRID, model={"hidden": 48, "layers": 3}, train=length | train)
-
-
-def words(corpus: str, out: Path, opts: dict[str, Any], **machine: Any) -> list[str]:
-    """`cellmill train` as an argument list; keys of `machine` are its flags."""
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in machine.items()]
-    return [
-        *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(opts), "--out", str(out)),
-        *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv", *flags),
-    ]
 
 
 def on_slurm(**changes: Any) -> dict[str, Any]:
@@ -122,13 +109,11 @@ class Launched:
 
     def step(self) -> int:
         """Last step of the curve."""
-        return max((line["step"] for line in read_lines(self.train / "metrics.jsonl")), default=0)
+        return last_step(self.train)
 
     def losses(self) -> dict[int, float]:
         """Loss by step; fails if a step is in the curve twice."""
-        lines = [line for line in read_lines(self.train / "metrics.jsonl") if "loss" in line]
-        assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
-        return {line["step"]: line["loss"] for line in lines}
+        return losses(self.train)
 
     def job_ids(self) -> list[str]:
         """Ids of its submitted jobs, oldest first."""
@@ -137,20 +122,6 @@ class Launched:
     def records(self) -> list[dict[str, Any]]:
         """Contents of its job.json files, oldest first."""
         return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
-
-
-def pids_with(*words: str) -> list[int]:
-    """Processes whose command line has all of these words; all nodes of the rig share this machine's process table."""
-    commands = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
-    return [pid for pid, command in commands if all(word in command for word in words)]
-
-
-def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> None:
-    """Return once `condition` holds; fail with the text of `show`. A quiet machine needs far less than the limit."""
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"
-        time.sleep(0.1)
 
 
 def need_killable_nodes(rig: Rig) -> None:

@@ -25,8 +25,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for
+from tests.cluster.launched import Launched, on_slurm, run_options
 from tests.cluster.rig import Rig
+from tests.distributed.command import pids_with, wait_for
 
 STEPS, EACH = 60, 4
 PARTITIONS = {"gpu-a100": ("a100", ("node1", "node2")), "gpu-h100": ("h100", ("node3", "node4"))}

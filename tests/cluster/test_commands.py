@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, run_options, wait_for
+from tests.cluster.launched import Launched, on_slurm, run_options
 from tests.cluster.rig import Rig
+from tests.distributed.command import wait_for
 
 
 def cellmill(rig: Rig, stage: str, results: Path) -> subprocess.Popen[str]:

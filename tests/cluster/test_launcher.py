@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 
 from cellmill.runs.progress import read_lines
-from tests.cluster.launched import (
-    Launched,
-    need_killable_nodes,
-    on_slurm,
-    pids_with,
-    run_options,
-    wait_for,
-    words,
-    wrapper,
-)
+from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig, inside
+from tests.distributed.command import pids_with, wait_for, words
 
 pytestmark = pytest.mark.full  # test_life.py has one run that meets most of it
 

@@ -16,17 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launched import (
-    Launched,
-    need_killable_nodes,
-    on_slurm,
-    pids_with,
-    run_options,
-    wait_for,
-    words,
-    wrapper,
-)
+from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
+from tests.distributed.command import pids_with, wait_for, words
 
 STEPS = 100
 OPTIONS = run_options(STEPS, lr=3e-4)

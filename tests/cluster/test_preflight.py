@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.launched import wait_for
 from tests.cluster.rig import Rig
+from tests.distributed.command import wait_for
 
 CONFIG = {
     "corpora": {"sim": {"table": "datasets.tsv"}},

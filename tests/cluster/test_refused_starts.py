@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, pids_with, run_options, wait_for
+from tests.cluster.launched import Launched, on_slurm, run_options
 from tests.cluster.rig import Rig
+from tests.distributed.command import pids_with, wait_for
 
 pytestmark = pytest.mark.full
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.launched import wait_for
 from tests.cluster.rig import Rig
 from tests.cluster.test_line import write_profile
+from tests.distributed.command import wait_for
 from tests.workflow.conftest import make_project
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,43 @@ import psutil
 from cellmill.runs.progress import read_lines
 
 WITHIN_S = 580  # of a machine that is busy
+ALONE = {"nodes": 1, "nproc_per_node": 1, "max_restarts": 0}
+
+
+def words(corpus: str | Path, out: Path, options: dict[str, Any], **machine: Any) -> list[str]:
+    """`cellmill train` as an argument list; keys of `machine` are its flags."""
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in machine.items()]
+    return [
+        *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(options), "--out", str(out)),
+        *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv", *flags),
+    ]
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Loss by step; fails if a step is in the curve twice."""
+    lines = [line for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def last_step(out: Path) -> int:
+    """Last step of the curve."""
+    return max((line["step"] for line in read_lines(out / "metrics.jsonl")), default=0)
+
+
+def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> Any:
+    """Return what `condition` returns once it holds; fail with the text of `show`. Far longer than usual."""
+    give_up = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"
+        time.sleep(0.05)
+    return found
+
+
+def pids_with(*words: str) -> list[int]:
+    """Processes whose command line has all of these words; nodes of a rig share this machine's process table."""
+    commands = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+    return [pid for pid, command in commands if all(word in command for word in words)]
 
 
 class Run:
@@ -26,33 +64,24 @@ class Run:
     def __init__(self, corpus: str | Path, out: Path) -> None:
         self.corpus, self.out = corpus, out
 
-    def command(self, options: dict[str, Any], *more: str, nodes: int = 1, nproc: int = 1, restarts: int = 0) -> Any:
-        return [
-            *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(options), "--out", str(self.out)),
-            *("--manifest", f"{self.corpus}/shards/manifest.json", "--vocabulary", f"{self.corpus}/vocabulary.tsv"),
-            *("--nodes", str(nodes), "--nproc-per-node", str(nproc), "--max-restarts", str(restarts), *more),
-        ]
-
     def train(self, options: dict[str, Any], *more: str, code: int = 0, **machine: Any) -> tuple[str, str]:
         """What a training that ends with `code` prints to stdout and stderr; variables may be given as `env`."""
         given = {name: machine.pop(name) for name in ("env", "preexec_fn") if name in machine}
-        words = self.command(options, *more, **machine)
-        done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN_S, **given)
+        command = [*words(self.corpus, self.out, options, **ALONE | machine), *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, **given)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout, done.stderr
 
     def start(self, options: dict[str, Any], until: int, **machine: int) -> None:
         """Start a training and wait until a step is logged."""
         with open(self.out.with_suffix(".log"), "a") as log:
-            self.process = subprocess.Popen(self.command(options, **machine), stdout=log, stderr=log, text=True)
+            command = words(self.corpus, self.out, options, **ALONE | machine)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         self.wait_for_step(until)
 
     def wait_for_step(self, step: int) -> None:
-        give_up = time.monotonic() + WITHIN_S
-        while not any(line["step"] >= step for line in read_lines(self.out / "metrics.jsonl")):
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before step {step}:\n{self.log}"
-            assert time.monotonic() < give_up, f"no step {step} within {WITHIN_S} s"
-            time.sleep(0.02)
+        wait_for(lambda: last_step(self.out) >= step or self.process.poll() is not None, lambda: self.log, WITHIN_S)
+        assert last_step(self.out) >= step, f"ended before step {step}:\n{self.log}"
 
     def end(self, code: int) -> str:
         """The log of the training once it has ended with `code` and left no process."""
@@ -60,39 +89,28 @@ class Run:
         self.none_left()
         return self.log
 
-    def none_left(self, within_s: float = 300) -> None:
+    def none_left(self) -> None:
         """Wait until no agent and no worker is alive."""
-        give_up = time.monotonic() + within_s
-        while left := self._processes():
-            assert time.monotonic() < give_up, f"{left} live on"
-            time.sleep(0.1)
+        wait_for(lambda: not self._pids("cellmill.train.worker"))
+
+    def _pids(self, module: str) -> list[int]:
+        return pids_with(module, str(self.out))
+
+    def worker_pids(self, but: int = 0) -> list[int]:
+        agents = self._pids("cellmill.launch.agent")
+        return [pid for pid in self._pids("cellmill.train.worker") if pid not in [*agents, but]]
+
+    def workers(self) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in self.worker_pids()]
 
     def worker(self, rank: int = 0) -> psutil.Process:
         return next(process for process in self.workers() if process.environ().get("RANK") == str(rank))
 
-    def workers(self) -> list[psutil.Process]:
-        return self._processes(without="cellmill.launch.agent")
-
     def kill_worker(self, but: int = 0) -> int:
         """Kill a worker other than `but` as soon as there is one; return its pid."""
-        give_up = time.monotonic() + WITHIN_S
-        while not (found := [process.pid for process in self.workers() if process.pid != but]):
-            assert time.monotonic() < give_up, f"no worker within {WITHIN_S} s"
-            time.sleep(0.05)
-        os.kill(found[0], signal.SIGKILL)
-        return found[0]
-
-    def _processes(self, without: str = "") -> list[psutil.Process]:
-        """Agents and workers."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = process.cmdline()
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-            if "cellmill.train.worker" in words and str(self.out) in words and without not in words:
-                found.append(process)
-        return found
+        pid: int = wait_for(lambda: self.worker_pids(but))[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run."""
@@ -105,10 +123,7 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """By step."""
-        lines = [line for line in read_lines(self.out / "metrics.jsonl") if "loss" in line]
-        assert len({line["step"] for line in lines}) == len(lines), "a step is in the curve twice"
-        return {line["step"]: line["loss"] for line in lines}
+        return losses(self.out)
 
     @property
     def files(self) -> dict[Path, int]:

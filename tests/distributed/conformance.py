@@ -1,4 +1,4 @@
-"""The table of models and layouts that `test_conformance` takes its cases from, and what a rank of a case returns."""
+"""The table of models and layouts that `test_conformance` takes its cases from."""
 
 from __future__ import annotations
 

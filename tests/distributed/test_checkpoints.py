@@ -108,11 +108,17 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> N
         load_tensors(tmp_path, {"a": torch.zeros(2)})
 
 
+@pytest.fixture
+def run(half: Path, tmp_path: Path) -> Path:
+    """A copy of the run with checkpoints of the steps 4 and 6."""
+    shutil.copytree(half, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000006")
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_damage_is_named_and_the_checkpoint_before_it_is_used(half: Path, tmp_path: Path, damage: str) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(half, run)
-    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000006")
+def test_damage_is_named_and_the_checkpoint_before_it_is_used(run: Path, damage: str) -> None:
     file = next((run / "checkpoints" / "step-00000006").glob("*.distcp"))
     if damage == "truncate":
         file.write_bytes(file.read_bytes()[:-1])
@@ -129,10 +135,7 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_used(half: Path, tmp_pa
     assert str(file) in damaged[0]
 
 
-def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, half: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(half, run)
-    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000006")
+def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, run: Path) -> None:
     files = sorted((run / "checkpoints" / "step-00000006").glob("*.distcp"))
     files[-1].write_bytes(files[-1].read_bytes()[:-1])
     found = pool.run("newest", folder=str(run))
@@ -142,20 +145,16 @@ def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, half: Path, 
     assert pool.run("gathered") == [expected] * 4
 
 
-def test_when_every_checkpoint_is_damaged_the_run_stops(half: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(half, run)
-    next((run / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
+def test_when_every_checkpoint_is_damaged_the_run_stops(run: Path) -> None:
+    for checkpoint in (run / "checkpoints").iterdir():
+        next(checkpoint.glob("*.distcp")).unlink()
     with pytest.raises(DataError, match=r"every checkpoint is damaged .* start again at step 0"):
         TrainFolder(run).newest_whole()
 
 
-def test_an_unfinished_checkpoint_is_ignored(half: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(half, run)
+def test_an_unfinished_checkpoint_is_ignored(run: Path) -> None:
+    (run / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000008.incomplete")
-    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000007")
-    (run / "checkpoints" / "step-00000007" / "manifest.json").unlink()
     assert [checkpoint.step for checkpoint in TrainFolder(run).checkpoints()] == [4]
 
 

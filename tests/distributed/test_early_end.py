@@ -45,13 +45,13 @@ def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume
 @pytest.mark.full
 def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpus: str, tmp_path: Path) -> None:
     run = Run(corpus, tmp_path / "train")
-    said = "".join(run.train(_run(steps=50), nproc=2))
+    said = "".join(run.train(_run(steps=50), nproc_per_node=2))
     status = run.read("status.json")
     assert (status["state"], status["steps"]) == ("done", 50)
     assert status["step"] - status["best_step"] == 2
     best = f"has not improved in 2 validations (best {status['best_value']:.6g}"
     assert f"step {status['step']}: effective_rank {best}" in said
-    assert f"{run.out}: this run is already done" in run.train(_run(steps=50), nproc=2)[0]
+    assert f"{run.out}: this run is already done" in run.train(_run(steps=50), nproc_per_node=2)[0]
     run.train(_run(steps=50, early_stop_patience=3))
     assert run.read("status.json")["step"] > status["step"]
     words = ["consolidate", "--train", str(run.out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]

@@ -30,7 +30,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
     corpus: str, tmp_path: Path, installed: None
 ) -> None:
     out, calls, given = tracked(tmp_path, steps=5, val_every_steps=5)
-    _, error = Run(corpus, out).train(given, nproc=2)
+    _, error = Run(corpus, out).train(given, nproc_per_node=2)
     start, *lines, finish = read_calls(calls)
     assert start == {"start": "encoder", "run": "one", "steps": 5, "resume_step": 0}
     curve = read_lines(out / "metrics.jsonl")
@@ -47,7 +47,7 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
 @pytest.mark.full
 def test_an_installed_tracker_learns_that_the_run_failed(corpus: str, tmp_path: Path, installed: None) -> None:
     out, calls, given = tracked(tmp_path, steps=50, lr=1e30, warmup_steps=0, max_bad_steps=1)
-    assert "train.max_bad_steps" in Run(corpus, out).train(given, nproc=2, code=2)[1]
+    assert "train.max_bad_steps" in Run(corpus, out).train(given, nproc_per_node=2, code=2)[1]
     assert read_calls(calls)[-1] == {"finish": "failed"}
 
 

@@ -139,16 +139,13 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
 
 
 def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: str, tmp_path: Path) -> None:
-    train, model, out = tmp_path / "train", tmp_path / "model", tmp_path / "out.h5ad"
+    train = tmp_path / "train"
     tree = options(train={"steps": 80, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None})
     tree |= {"model": {"family": "profile", "hidden": 16, "layers": 1}}
     cases.trained(corpus, tree | {"objective": {"name": "sum", "parts": HEADS}}, str(train), 80)
-    (train / "run.json").write_text(json.dumps({"manifest": f"{corpus}/shards/manifest.json"}))
-    cases.exported(corpus, train, model)
+    model = _exported(train, corpus, f"{corpus}/shards/manifest.json", tmp_path / "model")
     assert "| predicts | numbers of obs column age |" in (model / "README.md").read_text()
-    words = ["predict", "--options", '{"embed": {}, "predict": {}}', "--model", str(model)]
-    assert main([*words, "--input", f"{corpus}/raw.h5ad", "--out", str(out)]) == 0
-    found = ad.read_h5ad(out)
+    found = _predict(model, Path(corpus) / "raw.h5ad", tmp_path / "out.h5ad", {})
     known = found.obs["age"].notna()
     assert np.abs(found.obs["cellmill_value"] - found.obs["age"])[known].mean() < 4
     assert (found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)).mean() > 0.9
@@ -164,9 +161,9 @@ def test_an_exported_model_reads_the_columns_of_a_file(alone: None, corpus: str,
     exported = cases.exported(corpus, tmp_path / "train", tmp_path)
     assert {"batch_terms.weight", "batch_adversary.out.bias", "covariates.tables.1.weight"} <= exported.keys()
     model, vocabulary, tokens, config = load_for_inference(tmp_path)
-    obs = ad.read_h5ad(Path(corpus) / "cells.h5ad").obs
+    obs = ad.read_h5ad(Path(corpus) / "sim.h5ad").obs
     assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
-    with open_counts(Path(corpus) / "cells.h5ad") as reader:
+    with open_counts(Path(corpus) / "sim.h5ad") as reader:
         vectors = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
         reader.obs["donor"] = "a stranger"
         unknown = embed_cells(reader, model, vocabulary, tokens, 4096).vectors

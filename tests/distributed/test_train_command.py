@@ -61,7 +61,7 @@ def copied(corpus: str, tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_hybrid_shard_on_two_nodes_of_two_ends_with_the_loss_of_one_process(run: Run, one: Run) -> None:
-    run.train(options({"sharding_strategy": "HYBRID_SHARD"}, train={"steps": STEPS}), nodes=2, nproc=2)
+    run.train(options({"sharding_strategy": "HYBRID_SHARD"}, train={"steps": STEPS}), nodes=2, nproc_per_node=2)
     assert run.read("status.json")["world_size"] == 4
     assert run.losses[STEPS] == pytest.approx(one.losses[STEPS], abs=1e-5)
 
@@ -75,8 +75,8 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
         often = {"checkpoint_every_steps": 10, "val_every_steps": 20, "schedule": "constant"}
         return options({"strategy": "ddp"}, train={"steps": steps} | often, stream=stream)
 
-    whole.train(of(60), nproc=2)
-    run.start(of(50, stage_to="$NODE_DISK"), until=12, nproc=2, restarts=1)
+    whole.train(of(60), nproc_per_node=2)
+    run.start(of(50, stage_to="$NODE_DISK"), until=12, nproc_per_node=2, max_restarts=1)
     run.worker(1).kill()
     run.wait_for_step(22)
     run.process.send_signal(signal.SIGTERM)
@@ -87,9 +87,9 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     assert log.splitlines()[-1] == (
         f"cellmill train: stopped at step {step} of 50, saved; run the same command to resume"
     )
-    assert f"going on from step {step}\n" in run.train(of(50), nproc=2)[0]
-    assert run.train(of(50), nproc=2)[0] == f"{run.out}: this run is already done\n"
-    longer = run.train(of(60), nproc=2)[0]
+    assert f"going on from step {step}\n" in run.train(of(50), nproc_per_node=2)[0]
+    assert run.train(of(50), nproc_per_node=2)[0] == f"{run.out}: this run is already done\n"
+    longer = run.train(of(60), nproc_per_node=2)[0]
     assert f"{run.out}: going on from step 50 of 50, now 60: from here the learning rate" in longer
     assert run.losses == whole.losses
     files = [each.read("checkpoints/step-00000060/manifest.json")["files"] for each in (run, whole)]
@@ -162,7 +162,7 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
 ) -> None:
     given = options(train={"steps": 240, "checkpoint_every_steps": 10})
     whole.train(given, nodes=2)
-    run.start(given, until=15, nodes=2, restarts=2)
+    run.start(given, until=15, nodes=2, max_restarts=2)
     run.kill_worker()
     run.wait_for_step(60)
     run.workers()[0].parent().kill()
@@ -175,7 +175,7 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
 
 @pytest.mark.full
 def test_processes_lost_twice_from_the_same_step_are_not_restarted(run: Run) -> None:
-    run.start(options(train=ENDLESS), until=3, restarts=5)
+    run.start(options(train=ENDLESS), until=3, max_restarts=5)
     run.kill_worker(but=run.kill_worker())
     log = run.end(2)
     assert "a process was lost again without a new checkpoint after step 0: not started again\n" in log
@@ -211,7 +211,7 @@ SIGNALS: list[tuple[str, bool, dict[str, Any]]] = [
 def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exits_75(
     run: Run, number: str, to_command: bool, layout: dict[str, Any]
 ) -> None:
-    run.start(options(layout, train=ENDLESS), until=5, nproc=2, restarts=0 if to_command else 2)
+    run.start(options(layout, train=ENDLESS), until=5, nproc_per_node=2, max_restarts=0 if to_command else 2)
     (run.process if to_command else run.worker(1)).send_signal(signal.Signals[number])
     log, state = run.end(75), run.read("state.json")
     assert state["state"] == "stopped"
@@ -223,7 +223,7 @@ def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exi
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(run: Run) -> None:
-    run.start(options(train=ENDLESS | {"timeout_s": 20}), until=3, nproc=2)
+    run.start(options(train=ENDLESS | {"timeout_s": 20}), until=3, nproc_per_node=2)
     run.worker(1).suspend()
     assert re.fullmatch(
         rf"cellmill train: rank 1 on {os.uname().nodename} does not respond; the other ranks have waited 20 s "
@@ -235,7 +235,7 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(ru
 @pytest.mark.full
 def test_requested_gpus_that_torch_does_not_see_end_the_start_in_one_line(run: Run) -> None:
     without = os.environ | {"CUDA_VISIBLE_DEVICES": "", "SLURMD_NODENAME": "node7"}
-    _, error = run.train(TWO_STEPS, "--gpus-per-node=2", nproc=2, env=without, code=2)
+    _, error = run.train(TWO_STEPS, "--gpus-per-node=2", nproc_per_node=2, env=without, code=2)
     assert error.splitlines()[-1].startswith(
         f"cellmill train: expected 2 GPUs per node, one per process, but node7 shows 0 GPUs (torch {torch.__version__} "
     )
@@ -278,7 +278,7 @@ def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_to
 
 def test_a_loss_that_is_not_finite_stops_with_one_line(run: Run) -> None:
     wild = options(train={"steps": 50, "lr": 1e38, "warmup_steps": 0, "clip_norm": None})
-    out, error = run.train(wild, restarts=2, code=2)
+    out, error = run.train(wild, max_restarts=2, code=2)
     assert "starting all again" not in out
     assert re.fullmatch(
         r"cellmill train: loss (nan|inf) and gradient norm (nan|inf) at step \d+, the last of 5 bad steps in a row "
@@ -295,7 +295,7 @@ def test_a_process_that_runs_out_of_memory_reports_its_plan(run: Run) -> None:
     # two matrices of over 160 GB, with a limit of 32 GB a process
     vast, limit = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2}), 32 << 30
     out, error = run.train(
-        vast, restarts=2, code=2, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        vast, max_restarts=2, code=2, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     )
     assert re.fullmatch(
         rf"cellmill train: rank 0 on {os.uname().nodename}: out of memory \(.*allocate.*\); the plan was [\d.]+ TB "
@@ -308,7 +308,7 @@ def test_a_process_that_runs_out_of_memory_reports_its_plan(run: Run) -> None:
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(run: Run) -> None:
-    _, error = run.train(options({"shard_size": 3}), nproc=4, code=2)
+    _, error = run.train(options({"shard_size": 3}), nproc_per_node=4, code=2)
     assert error.count("\n") == 1
     assert "shard_size" in error
     assert not (run.out / "run.json").exists()

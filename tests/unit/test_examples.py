@@ -219,7 +219,7 @@ def _check_first_weights(trained: Trained, source: Path) -> None:
 
 def _check_predictions(trained: Trained, options: dict[str, Any], names: set[str], out: Path) -> None:
     """`predict` writes labels, with their probabilities, or numbers of every cell."""
-    cells = trained.corpus / "cells.h5ad"
+    cells = trained.corpus / "sim.h5ad"
     words = ["predict", "--options", json.dumps(options), "--model", str(trained.model), "--input", str(cells)]
     assert main([*words, "--out", str(out)]) == 0
     found = ad.read_h5ad(out)
