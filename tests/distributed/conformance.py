@@ -36,7 +36,7 @@ LAYOUTS: dict[str, Layout] = {
     "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2} | SP,
     "ddp x tp 2": {"strategy": "ddp", "tp": 2},
 }
-BOTH_CUT, STAGED = "FULL_SHARD x tp 2, sequence parallel", "pp 2, 1F1B x FULL_SHARD"
+TP, PP = "FULL_SHARD x tp 2, sequence parallel", "pp 2, 1F1B x FULL_SHARD"
 PIPELINES: dict[str, Layout] = {
     "pp 4, GPipe": {"pp": 4, "schedule": "GPipe"},
     "pp 4, 1F1B": {"pp": 4},
@@ -66,7 +66,7 @@ MORE: dict[str, Layout] = {
     "HYBRID_SHARD, offloaded": {"cpu_offload": "optimizer"},
     "HYBRID_SHARD, on the CPU": {"cpu_offload": "full"},
     "FULL_SHARD, on the CPU": {"cpu_offload": "full"} | FULL_SHARD,
-    "FULL_SHARD x tp 2, offloaded": LAYOUTS[BOTH_CUT] | {"cpu_offload": "optimizer"},
+    "FULL_SHARD x tp 2, offloaded": LAYOUTS[TP] | {"cpu_offload": "optimizer"},
     "pp 2, offloaded": {"pp": 2, "cpu_offload": "optimizer"} | FULL_SHARD,
 }
 EVERY: dict[str, Layout] = AXES | LAYOUTS | PIPELINES | THREE_AXES | MORE
@@ -249,7 +249,7 @@ def digest_of(array: np.ndarray) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
-TP, PP, PP_TP = BOTH_CUT, STAGED, "pp 2, 1F1B x tp 2"
+PP_TP = "pp 2, 1F1B x tp 2"
 FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
 WHOLE, HALF, THIRD = ({"token_budget": n} for n in (4096, 1024, 300))
 FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "selective"))

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from tests.distributed import cases
-from tests.distributed.conformance import AXES, BOTH_CUT, LAYOUTS, PIPELINES
+from tests.distributed.conformance import AXES, LAYOUTS, PIPELINES, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
 STEPS = 4
 COMPILED: dict[str, dict[str, Any]] = {
-    **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", BOTH_CUT)},
+    **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", TP)},
     "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"] | {"activation_checkpointing": "full"},
     "pp 2 Interleaved1F1B": PIPELINES["pp 2, Interleaved1F1B x FULL_SHARD"],
 }

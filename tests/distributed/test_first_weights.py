@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINES, STAGED
+from tests.distributed.conformance import LAYOUTS, PIPELINES, PP, TP
 from tests.distributed.conftest import options
 from tests.distributed.first_weights import export
 from tests.distributed.pool import Pool
 from tests.tiers import quick
 
-CUT = ["FULL_SHARD", "HYBRID_SHARD", "tp 4", BOTH_CUT, STAGED]
+CUT = ["FULL_SHARD", "HYBRID_SHARD", "tp 4", TP, PP]
 
 
 def _options(layout: str) -> dict[str, Any]:
     return options((LAYOUTS | PIPELINES)[layout], model={"objective": "masked_gene"})
 
 
-@pytest.mark.parametrize("layout", quick(CUT, [BOTH_CUT, STAGED]))
+@pytest.mark.parametrize("layout", quick(CUT, [TP, PP]))
 def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
@@ -33,7 +33,7 @@ def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
         assert sum(rank["read"] for rank in found) <= found[0]["all"], "the ranks together read the model once"
 
 
-@pytest.mark.parametrize("layout", quick(["FULL_SHARD", BOTH_CUT, STAGED], ["FULL_SHARD"]))
+@pytest.mark.parametrize("layout", quick(["FULL_SHARD", TP, PP], ["FULL_SHARD"]))
 def test_new_genes_begin_as_the_mean_row_in_every_layout_and_rank_0_alone_reads_for_it(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
@@ -46,5 +46,5 @@ def test_new_genes_begin_as_the_mean_row_in_every_layout_and_rank_0_alone_reads_
 
 
 def test_random_values_of_a_part_are_those_of_the_whole(pool: Pool) -> None:
-    found = pool.run("first_weights.first_weights", options=_options(BOTH_CUT), folder=None)
+    found = pool.run("first_weights.first_weights", options=_options(TP), folder=None)
     assert [(rank["differing"], rank["read"]) for rank in found] == [([], 0)] * 4

@@ -12,7 +12,7 @@ import torch
 from cellmill.runs.folder import TrainFolder
 from cellmill.train import step_guard
 from tests.distributed import cases
-from tests.distributed.conformance import BOTH_CUT, LAYOUTS, PIPELINES, STAGED
+from tests.distributed.conformance import LAYOUTS, PIPELINES, PP, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.tiers import quick
@@ -23,8 +23,8 @@ HALF = {"precision": "16-mixed"}
 MOST: dict[str, dict[str, Any]] = {
     "ddp": LAYOUTS["ddp"],
     "FULL_SHARD": LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "selective"},
-    BOTH_CUT: LAYOUTS[BOTH_CUT],
-    "pp 2": PIPELINES[STAGED],
+    TP: LAYOUTS[TP],
+    "pp 2": PIPELINES[PP],
     "full offload": LAYOUTS["FULL_SHARD"] | {"cpu_offload": "full"},
     "optimizer offload": LAYOUTS["ddp"] | {"cpu_offload": "optimizer"},
 }
@@ -53,7 +53,7 @@ def test_a_new_run_begins_with_the_scale_of_torchs_scaler_and_grows_as_often() -
     assert scaler.get_growth_interval() == step_guard.GROWTH_STEPS
 
 
-@pytest.mark.parametrize("layout", quick(MOST, [BOTH_CUT]))
+@pytest.mark.parametrize("layout", quick(MOST, [TP]))
 def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
     pool: Pool, corpus: str, half: np.ndarray, tmp_path: Path, layout: str
 ) -> None:

@@ -15,7 +15,7 @@ from cellmill.config.run import Train
 from cellmill.errors import ConfigError
 from cellmill.train.muon import Muon
 from tests.distributed import cases
-from tests.distributed.conformance import BOTH_CUT, LAYOUTS
+from tests.distributed.conformance import LAYOUTS, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gradual", LAYOUTS["ddp"]),
-    ("gradual", LAYOUTS[BOTH_CUT]),
+    ("gradual", LAYOUTS[TP]),
     ("gradual", {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
     ("partial", LAYOUTS["HYBRID_SHARD"] | {"activation_checkpointing": "selective"}),
     ("partial", {"pp": 2, "schedule": "ZBV", "tp": 2}),
@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ADAPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LAYOUTS["ddp"], LAYOUTS["FULL_SHARD"] | {"activation_checkpointing": "selective"}),
     (LAYOUTS["HYBRID_SHARD"] | {"cpu_offload": "optimizer"}, LAYOUTS["tp 4"]),
-    (LAYOUTS[BOTH_CUT], {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
+    (LAYOUTS[TP], {"pp": 2, "sharding_strategy": "FULL_SHARD"}),
     ({"pp": 2, "schedule": "ZBV", "tp": 2}, LAYOUTS["FULL_SHARD x tp 2"]),
 ]
 """Layouts of the first and of the last two steps of adapters."""
