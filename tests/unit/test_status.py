@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import QueuedJob, StageWatch, stage_jobs, waiting_lines
+from cellmill.launch.queue import QueuedJob, StageWatch, reasons_of_failed, stage_jobs, waiting_lines
 from cellmill.runs.jobs import JobRecord, Jobs, JobState
 
 HOLD = """
@@ -355,3 +355,12 @@ def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_
     below = lines[max(number for number, line in enumerate(lines) if "CalledProcessError" in line) :]
     assert [line for line in below if line.startswith("cellmill ")] == ["cellmill train: why"]
     assert lines[-1] == "At least one job did not complete successfully."
+
+
+def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(tmp_path: Path) -> None:
+    stage, slurm = tmp_path / "a.log", tmp_path / "8.log"
+    (tmp_path / "log").write_text(2 * f"    log: {stage}, {slurm} (check log file(s) for error details)\n")
+    slurm.write_text("slurm_script: 4: python: not found\n\n")
+    assert reasons_of_failed(str(tmp_path / "log")) == [f"{slurm}: slurm_script: 4: python: not found"]
+    stage.write_text("cellmill embed: no cells\nbye\n")
+    assert reasons_of_failed([str(tmp_path / "log")]) == ["cellmill embed: no cells"]

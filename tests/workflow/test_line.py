@@ -380,6 +380,7 @@ def test_a_range_of_nodes_is_planned_and_trained(project: Project) -> None:
 PROFILE = """
 cores: 2
 set-resources:
+  embed: {runtime: 17, constraint: big}
   plan: {device: h100}
   train: {launcher: slurm, nproc_per_node: 2, nodes: "'1-2'", slurm_partition: gpu, runtime: 30}
 """
@@ -388,7 +389,7 @@ set-resources:
 def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of_the_profile(project: Project) -> None:
     (project.folder / "machine").mkdir()
     (project.folder / "machine" / "config.yaml").write_text(PROFILE)
-    dry = ["--dry-run", "--printshellcmds", "--set-resources", "train:nodes=2", "train:qos=long"]
+    dry = ["--dry-run", "--printshellcmds", "--set-resources", "train:nodes=2", "train:qos=long", "embed:runtime=19"]
     for given in (["--profile", "machine"], ["--workflow-profile", "machine"]):
         shown = project.snakemake(*given, *dry, profile=None).stdout
         (train,) = re.findall(r"cellmill train .*", shown)
@@ -401,6 +402,7 @@ def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of
             ("runtime", "30"),
         ]
         assert " --nodes 2 --nproc-per-node 2 --device h100 " in shown
+        assert re.search(r"^ +resources: .*runtime=19,.* constraint=big", shown, re.M)
 
 
 def test_a_training_on_the_login_node_is_refused(project: Project) -> None:

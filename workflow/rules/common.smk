@@ -11,7 +11,7 @@ from cellmill.config.rules import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.queue import StageWatch, reasons_of_failed
-from cellmill.preflight.profile import plan_arguments, plan_resources, train_arguments, train_resources
+from cellmill.preflight.profile import check_python, plan_arguments, plan_resources, train_arguments, train_resources
 from cellmill.runs.branch import check_branches
 
 # runs that begin afresh although they hold a training of other options: --config restart=RUN, or restart=[RUN,RUN]
@@ -82,4 +82,6 @@ def repeat_reasons(log):
 def watch_stages():
     """Say why stages wait in SLURM's queue; a training says so itself."""
     if elsewhere():
+        with one_line():
+            check_python(sys.executable)
         StageWatch(Path.cwd(), lambda line: print(f"cellmill: {line}", file=sys.stderr, flush=True)).start()

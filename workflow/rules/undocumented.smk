@@ -19,8 +19,11 @@ with one_line():
     for path in config_files:
         read_yaml(Path(path))
     # `--set-resources train:nodes=2` replaces the whole set-resources of the profile: its keys for train and plan become
-    # the defaults of these rules, and only the command says which profile it is
+    # the defaults of these rules, those for others are set again, and only the command says which profile it is
     machines = machines_of_command(sys.argv[1:]) if is_main else Profile()
+    for rule, resources in machines.discarded.items():
+        resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
+        workflow.resource_settings.overwrite_resources[rule] = resources
 
 
 def elsewhere():

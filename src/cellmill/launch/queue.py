@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from cellmill.runs.jobs import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
@@ -178,14 +178,24 @@ def waiting_lines(jobs: Sequence[QueuedJob]) -> list[str]:
 
 
 def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
-    """The last line of cellmill in the log of each job that failed, by Snakemake's own log or logs of the workflow."""
-    reasons = []
+    """The last line of cellmill in the log of each job that failed, by Snakemake's own log or logs of the workflow.
+
+    A job of SLURM has two logs, its rule's and SLURM's. Without the rule's it has not begun, and SLURM's ends with why.
+    """
+    reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
-        for name in re.findall(r"^    log: (.+) \(check log file", Path(log).read_text(encoding="utf-8"), re.MULTILINE):
-            if Path(name).is_file():
-                lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
-                reasons += [line for line in lines if line.startswith("cellmill ")][-1:]
-    return reasons
+        for names in re.findall(
+            r"^    log: (.+) \(check log file", Path(log).read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            files = [
+                path for path in map(Path, [names] if Path(names).is_file() else names.split(", ")) if path.is_file()
+            ]
+            lines = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in files]
+            said = [line for line in chain(*lines) if line.startswith("cellmill ")]
+            if not said and len(files) < len(names.split(", ")):
+                said = [f"{files[-1]}: {line}" for line in chain(*lines[-1:]) if line.strip()]
+            reasons |= dict.fromkeys(said[-1:])
+    return list(reasons)
 
 
 class StageWatch:

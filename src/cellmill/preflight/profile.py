@@ -8,10 +8,11 @@ first and takes it for a text only if that fails: `1-2` becomes -1, and `"'1-2'"
 and `plan`. Snakemake ignores them, as rules cannot have such names.
 
 Options of a command replace a profile's whole entry: `--set-resources train:nodes=2` discards all of the profile's
-`set-resources`. The profile's values for the rules train and plan become their defaults instead.
+`set-resources`. Its values for the rules train and plan become their defaults; `discarded` has the others.
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from snakemake.cli import get_argument_parser, get_profile_dir, parse_set_resour
 from snakemake.common import get_appdirs
 from snakemake.exceptions import WorkflowError
 from snakemake.profiles import ProfileConfigFileParser
+from snakemake.resources import Resources
 
 from cellmill.config.checks import check_nodes
 from cellmill.config.load import check_options
@@ -52,6 +54,8 @@ class Profile:
     """Every option of Snakemake in it; mappings are lists of assignments."""
     trains: bool = True
     """False for a command that starts no training, such as --report, and needs no profile."""
+    discarded: dict[str, Resources] = field(default_factory=dict)
+    """The profile's entries for rules other than train and plan, if the command's own replace them."""
 
     @property
     def train(self) -> dict[str, Any]:
@@ -240,7 +244,18 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         hidden = typed.get(rule, {}) if dot else {}
         own = given.get(entry, {}) | typed.get(entry, {})
         rules[entry] = {key: value for key, value in own.items() if key not in hidden}
-    return replace(profile, rules=rules, trains=options.report is None)
+    entries = entries_of(profile.options, "set-resources", profile.path) if options.set_resources else []
+    others = [entry for entry in entries if not re.match(r"(train|plan)[.:]", entry)]
+    return replace(profile, rules=rules, trains=options.report is None, discarded=parse_set_resources(others))
+
+
+def check_python(executable: str) -> None:
+    """Raise ConfigError if jobs of Snakemake's SLURM plugin cannot start this Python, whose path they do not quote."""
+    if shlex.quote(executable) != executable:
+        raise ConfigError(
+            f"{executable}: a job of a stage cannot start a Python whose path has spaces or quotes; install into "
+            "another path: make install VENV=PATH"
+        )
 
 
 def train_resources(command: Profile) -> dict[str, Any]:
