@@ -5,7 +5,8 @@
 
 Laws: imports point to the right in LAYERS and form no circle; no public class name exists twice; a folder has at most
 MAX_FILES files; a file over MAX_LINES lines says in its docstring why it is one file; docstrings open with a noun
-phrase or an imperative; private names of other packages are in PRIVATE alone.
+phrase or an imperative; words of DIALECT stand at most MAX_DIALECT times in a file; private names of other packages are
+in PRIVATE alone.
 """
 
 from __future__ import annotations
@@ -176,11 +177,12 @@ def long_files(source: Path = SOURCE) -> Iterator[str]:
 
 
 def dialect(source: Path = SOURCE) -> Iterator[str]:
-    """Files that use a word of DIALECT more than MAX_DIALECT times."""
+    """Files that use a word of DIALECT more than MAX_DIALECT times; figures of a report are figures."""
     for name, path in modules(source).items():
         text = path.read_text(encoding="utf-8")
         for word, pattern in DIALECT.items():
-            if (n := len(re.findall(pattern, text))) > MAX_DIALECT:
+            drawn = word == "figures" and "report" in name
+            if (n := len(re.findall(pattern, text))) > MAX_DIALECT and not drawn:
                 yield f"{name}: {word!r} {n} times"
 
 
@@ -230,7 +232,6 @@ def main() -> int:
     print(f"lines of src            {sum(sizes.values()):,} in {len(sizes)} files")
     print(f"largest file            {sizes[largest]} lines, {largest}")
     print(f"private, short, used once  {len(called_once(trees))} functions")
-    print(f"dialect                 {len([*dialect()])} words over {MAX_DIALECT} uses in a file")
     p90 = statistics.quantiles(lengths, n=10)[-1]
     print(f"function length         median {statistics.median(lengths):g}, p90 {p90:g}, max {max(lengths)} lines")
     print(f"docstrings with riddles {len(odd)} of {total}, {len(odd) / total:.1%} (limit {MAX_RIDDLES_FRAC:.0%})")
@@ -239,6 +240,7 @@ def main() -> int:
         "imports against the layers": list(wrong_layers(trees)),
         "private names of other packages": list(foreign_private(trees)),
         "class names twice": list(classes_twice(trees)),
+        f"words of DIALECT over {MAX_DIALECT} times in a file": list(dialect()),
         f"folders of more than {MAX_FILES} files": list(full_folders(trees)),
         f"files over {MAX_LINES} lines without a reason": list(long_files()),
         f"docstrings that open with {', '.join(RIDDLES)}, over the limit": odd * (len(odd) > MAX_RIDDLES_FRAC * total),

@@ -12,6 +12,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 
 import cellmill
 from cellmill.config.options import EmbedOptions, PreprocessOptions
@@ -369,3 +370,15 @@ def test_counts_on_names_that_are_not_known_are_warned_of(
     assert int(warning[2]) == most[0]
     lost = data.X[:, most].sum() / data.X.sum()  # type: ignore[index, union-attr]
     assert float(warning[1]) == pytest.approx(100 * lost, abs=0.05)
+
+
+def test_gpus_of_a_job_that_torch_does_not_see_are_a_warning(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module.load_for_inference(model)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    module.load_for_inference(model)
+    assert capsys.readouterr().out == (
+        f"warning: torch {torch.__version__} sees none of this job's GPUs: computing on CPU cores\n"
+    )

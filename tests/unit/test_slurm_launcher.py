@@ -70,7 +70,9 @@ class Scripted:
         """Train with these answers of squeue before and after the first submission; return what is printed."""
         self.answers(squeue=[*before, *after], **({"sbatch": [submitted()]} | answers))
         self.launcher().run(lambda folder: Job("some.module", [str(folder)], 1, 1))
-        return self.capsys.readouterr().out
+        printed = self.capsys.readouterr()
+        assert printed.err == "", "errors of sbatch are said once, by the launcher"
+        return printed.out
 
     def refused(self, *after: Answer, **answers: Any) -> str:
         """The error of `run`."""

@@ -6,6 +6,7 @@ embedding made without most of the model's genes does not represent the whole ce
 the genes missing, the cosine to the whole cell's vector is .97; with nine tenths missing, .81.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,10 @@ class Embedding:
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
     """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and config.json."""
     network, vocabulary, config = load_model(folder)
-    network.to("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        network.to("cuda")
+    elif "SLURM_GPUS_ON_NODE" in os.environ:
+        print(f"warning: torch {torch.__version__} sees none of this job's GPUs: computing on CPU cores", flush=True)
     return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 

@@ -289,7 +289,7 @@ class TaskResult:
     """Table: `name`, optionally `kind` ("model", "baseline", "external" or "ceiling"), then one key per column.
     `x_mean` and `x_sd` are shown as one column `x`; lists are kept in metrics.json and not shown."""
     metric: str | None = None
-    """Column that ranks the rows, higher is better: drawn as a figure, and compared between runs."""
+    """Column that ranks the rows, higher is better: drawn, and compared between runs."""
     verdicts: list[Verdict] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
     skipped: str | None = None  # reason why the task does not apply to the dataset

@@ -10,13 +10,14 @@ looked up by the job's name before it is tried again, and a job without a record
 job is cancelled if it waits too long and on Ctrl-C, and so is one left over from a killed process.
 """
 
+import io
 import os
 import re
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,7 +183,8 @@ class SlurmJobs:
             folder, name = self.jobs.new()
             task = NodeTask.of(job(folder), self.machine, folder).write()
             try:
-                with blocked(), submitting(self.machine):  # submitted and recorded, or neither
+                # submitted and recorded, or neither; submitit would print errors at each try, below they are said once
+                with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
                     submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
                     record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
                 say(f"submitted job {record.job_id}; its log: {record.log}")

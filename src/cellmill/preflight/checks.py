@@ -32,11 +32,11 @@ class Check:
 
     verdict: Literal["ok", "no", "?"]
     what: str
-    figure: str
+    found: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict:<3} {self.what}: {self.figure}{f'; {self.remedy}' if self.remedy else ''}"
+        return f"{self.verdict:<3} {self.what}: {self.found}{f'; {self.remedy}' if self.remedy else ''}"
 
     def renamed(self, what: str, machine: str) -> Self:
         """The check as one of a named machine, whose own keys are to change."""
@@ -233,7 +233,7 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)
         else:
-            yield doubt(f"{what}, attempt {attempt}, {problem.what}", problem.figure, keys)
+            yield doubt(f"{what}, attempt {attempt}, {problem.what}", problem.found, keys)
 
 
 def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
