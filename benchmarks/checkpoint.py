@@ -14,8 +14,6 @@ Resume is the check of all hashes and the load, with files that are no longer in
     python benchmarks/checkpoint.py index [--saves 3] [--folder .]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

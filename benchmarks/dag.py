@@ -7,8 +7,6 @@ every job of it, dry. The second starts launchers of a training that a scripted 
 CPU time it takes, and how often squeue was asked by all of them together.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ on 50 principal components of them that are fitted to the training cells, and on
 standardised and as it is, the better one by test accuracy, which flatters them.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

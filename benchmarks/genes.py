@@ -8,8 +8,6 @@ interrupted goes on where it stopped, in `--out`. Figures are means over pretrai
 below each table stand the verdicts of each seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -11,8 +11,6 @@ training waits for a checkpoint.
 `--toy` runs all of it in seconds on any machine, a CPU too, at sizes that say nothing about speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

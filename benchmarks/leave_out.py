@@ -8,8 +8,6 @@ fitted on those of the others. The table has the better one of both logistic reg
 the training; below it stand the verdicts of each seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

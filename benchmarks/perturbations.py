@@ -13,8 +13,6 @@ Papalexi is a CRISPR screen of 25 perturbations and controls in three batches. T
 Figures are means over pretraining seeds, ± their standard deviation; below each table stand the verdicts of each seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -17,8 +17,6 @@ variances, Student's quantile, Satterthwaite's degrees of freedom. The part of t
 upper bound. With one seed the interval says nothing of other seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

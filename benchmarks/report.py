@@ -6,8 +6,6 @@ The first run of RESULTS (default: results, after `make demo`) is copied with sm
 two curves are the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

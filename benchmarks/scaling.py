@@ -7,8 +7,6 @@ such processes up to 1,024. A second table is of H100 nodes of 8, which nobody m
     python benchmarks/scaling.py [--steps 5] [--cells 4] [--strategy FULL_SHARD]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -6,8 +6,6 @@ the mean counts the windows of lanes that are looked up meanwhile. CPU time of t
     python benchmarks/step_plan.py [--worlds 8 128 1024] [--cells 8] [--steps 300]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -9,8 +9,6 @@ cells per second of `embed`. Figures are means over pretraining seeds, ± their 
 stand the verdicts of each seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -11,8 +11,6 @@ used.
     python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu] [--longest 4096]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

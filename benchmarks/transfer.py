@@ -8,8 +8,6 @@ The table has the better one of both logistic regressions, and kNN, means over s
 verdicts of each seed, the embedding's best row against the best baseline with the interval over cells.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

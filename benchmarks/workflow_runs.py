@@ -1,7 +1,5 @@
 """Runs of a benchmark by the workflow: their common options, the call of Snakemake, and tables of the results."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

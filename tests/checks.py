@@ -1,7 +1,5 @@
 """What tests of several models check, and refusals in exactly one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

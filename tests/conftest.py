@@ -1,7 +1,5 @@
 """What every kind of test may use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

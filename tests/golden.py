@@ -13,8 +13,6 @@ bits of a sum depend on the CPU), and prints every entry that differs. An entry 
 Everything runs through the command line, so that the same script records commits whose modules have other names.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Specifications of small models, from one flat mapping of options, and cells for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

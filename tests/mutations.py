@@ -7,8 +7,6 @@
 Each fault is planted in a copy of the repository; only tests of `make test` run, of the named files.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The toy plug-ins of tests/plugin, installed by pip as any package is, but into a folder of the test session's own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Which cases of a parametrized test `make test` has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

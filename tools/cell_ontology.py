@@ -5,8 +5,6 @@
 The same input gives the same bytes. Requires the command zstd.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

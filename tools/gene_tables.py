@@ -5,8 +5,6 @@
 The same input gives the same bytes. Requires pyarrow, which cellmill itself does not.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import sys

@@ -9,8 +9,6 @@ phrase or an imperative; words of DIALECT stand at most MAX_DIALECT times in a f
 in PRIVATE alone.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import statistics

@@ -8,8 +8,6 @@ of PATH or pyenv. `--demo` leaves out the tests. An environment takes up to 7 GB
 torch for CUDA only, and is removed after its tests. Exit code 1 if anything failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -5,8 +5,6 @@ among these files become pages, others are copied; links to files that do not ex
 --strict` fails on them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 snakemake --rulegraph | python tools/rule_graph.py > docs/rules.svg
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from graphlib import TopologicalSorter

@@ -7,8 +7,6 @@ names what the other machine has: these packages, and what only they need, are l
 the wheels.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A family whose model has buffers, persistent and not, on the root and in each block."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Functions that the pool's processes run: the pieces of train/worker.py, put together as the worker does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

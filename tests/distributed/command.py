@@ -1,7 +1,5 @@
 """`cellmill train` as a user runs it: real torchrun, real processes to signal and to kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

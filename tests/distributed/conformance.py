@@ -1,7 +1,5 @@
 """The table of models and layouts that `test_conformance` takes its cases from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

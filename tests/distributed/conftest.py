@@ -1,7 +1,5 @@
 """The pool of processes, one process alone, and a tiny corpus of simulated cells that all of them train on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

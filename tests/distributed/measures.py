@@ -1,7 +1,5 @@
 """Measurements of a step in the pool's processes: bytes of memory, and collectives by kind and group."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

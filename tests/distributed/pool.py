@@ -4,8 +4,6 @@ A test hands a function of `cases.py`, or of a module beside it, by name to ever
 the first traceback.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -3,8 +3,6 @@
 These tests measure tensor-parallel sizes, so none of this module may use the fixture `alone`, which holds a group.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The average of the weights: its formula, validation and export by it; `test_conformance` has it in layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps with a non-finite loss or gradient norm: skipped on all ranks, counted, and named in the final error."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that go on from a checkpoint of another one have the numbers of runs of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

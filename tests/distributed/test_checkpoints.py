@@ -1,7 +1,5 @@
 """Checkpoints resume in any layout, and a resumed run equals the uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Planned traffic agrees with what torch sends between real processes, over each link."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

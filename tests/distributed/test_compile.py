@@ -4,8 +4,6 @@ Gradients are silently wrong where tensor parallel and torch.compile are put tog
 every step. Layouts are traced and differentiated by torch (`aot_eager`); the code of inductor is made in one of them.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

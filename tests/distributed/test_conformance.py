@@ -1,7 +1,5 @@
 """Every layout trains the model of one process: a test for each promise, over the table in `conformance.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose patience is over is done, in every layout and after a resume; the best checkpoint is by its metric."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each rank reads of `init_from` what it keeps, and starts from the values that a whole model has, in every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How layouts cut a model, and what holds in them beside the promises of `test_conformance`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

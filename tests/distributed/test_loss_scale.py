@@ -1,7 +1,5 @@
 """float16: the loss is scaled, gradients are unscaled before use, and all ranks skip a step that overflows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fine-tuning methods: what trains, from which step on and how fast, the same in every layout; exports are merged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

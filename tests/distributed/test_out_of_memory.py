@@ -1,7 +1,5 @@
 """Running out of memory ends in a message with the planned memory and a remedy."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Pipelines beside the promises of `test_conformance`: few padded lengths, each made ready once; resumes to the bit."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An installed tracker in real training processes: what it gets, and that its failure is not the run's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The toys of tests/plugin pass the checks that an author of a plug-in calls, installed as a package is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

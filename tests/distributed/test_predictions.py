@@ -1,7 +1,5 @@
 """Labels and numbers that an export predicts, calibrated and in their units, and the obs columns that it reads."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces of chosen steps have the named parts, and recording changes no number."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`cellmill train` as a user runs it: real torchrun, real signals, real kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

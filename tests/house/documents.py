@@ -1,7 +1,5 @@
 """The documents for people, which tests compare with the code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """Rules of the workflow as text, with their directives."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Documents agree with the code: generated files, examples, commands, targets, the tree."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The shape of the package: import layers, no circles, unique names, no import inside a function, light modules."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

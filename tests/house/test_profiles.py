@@ -1,7 +1,5 @@
 """Profiles and their page: every key is explained, and the page agrees with the code about the machine."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

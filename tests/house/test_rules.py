@@ -1,7 +1,5 @@
 """Laws of the Snakefile."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets that many unit tests read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A simulated dataset under evaluation, with a small model of random weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A corpus and an exported model with random weights, made through the same code as real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@
 A file is a pure function of seed and number, and read in a process of its own: a crash of a library is seen too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

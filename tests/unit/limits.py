@@ -1,7 +1,5 @@
 """Limits under which bad input is read: a hang or a huge allocation is an error of the test."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folders of the published layouts of Geneformer and scGPT, with small random weights."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

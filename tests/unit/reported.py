@@ -1,7 +1,5 @@
 """A finished run and a corpus, as folders that the report reads; with text that must be escaped."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A corpus of a few hundred random cells on disk, for the tests of shards and stream."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

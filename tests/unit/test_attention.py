@@ -1,7 +1,5 @@
 """Packed attention equals padded attention, values and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

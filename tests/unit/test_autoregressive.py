@@ -1,7 +1,5 @@
 """Family autoregressive with next_gene: the loss is the chain of likelihoods, and nothing of later genes reaches it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exported models whose files are not as written are refused in one line, at once and in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 `CELLMILL_FUZZ=N` makes N mutations instead of MUTATIONS of each kind and seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Predictions of baselines are kept by all they depend on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

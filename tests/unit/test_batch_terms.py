@@ -1,7 +1,5 @@
 """Batch terms and adversary of cell_decoding against their definitions, and the batch's share of the embedding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Benchmarks run with tiny arguments, so that a script that no longer fits the source is found."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Bridges to other packages: the cells that they read, the lines without the package, and with it the values."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """cell_decoding, its likelihoods and denoise: losses written out, and what hidden expression may reach."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """The encoder around its blocks: tokens of obs columns, which nothing masks or averages, and the poolings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choice of a cell's genes: random ones, and ones without counts, the same in every layout, file and order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import islice, pairwise

@@ -1,8 +1,6 @@
 """Tasks probe, few_shot, leave_out, low_depth and missing_genes: scores against scikit-learn, nothing fitted on tested
 cells, what cells lose, and the verdicts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

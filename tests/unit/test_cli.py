@@ -1,7 +1,5 @@
 """The command line: help without torch, exit codes, and errors of one line, for every path that is no file too."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Task clustering: measures against scikit-learn, planted groups found again, the same numbers every time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

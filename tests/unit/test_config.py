@@ -1,7 +1,5 @@
 """Configuration: defaults, overrides, new sections, words of other tools, and the one-line error for every mistake."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

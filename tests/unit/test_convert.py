@@ -1,7 +1,5 @@
 """Cells of other tools: Geneformer's token datasets as ranks without counts, scModelForge's shards as counts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

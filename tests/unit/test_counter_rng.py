@@ -1,7 +1,5 @@
 """Counter-based random numbers are pure functions of their keys."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

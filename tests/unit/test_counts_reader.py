@@ -1,7 +1,5 @@
 """Reading and writing counts in row blocks: equal to anndata, canonical, in bounded memory, with errors on damage."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Matrix products through oneDNN equal torch's, with their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The chunked loss equals torch's cross-entropy and never holds the logits of all targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The device of a training is decided once, and GPUs that are missing are named before it starts."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

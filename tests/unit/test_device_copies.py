@@ -5,8 +5,6 @@ device stands for the GPU, on which every value that the host would wait for is 
 batch needs has been copied to it before. Attention's CUDA path is seen by a forward pass on fake CUDA tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An embedding depends on a cell's counts of the model's genes, and on nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Stage evaluate: only held-out cells, reproducible numbers, any task by name, one-line errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

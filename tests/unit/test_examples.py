@@ -3,8 +3,6 @@
 A run begins with the exported model of the run that its `init_from` names; one with labels or numbers predicts them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Exported models: standard files, unchanged values, an error that names what is damaged, and genes that one lacks."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

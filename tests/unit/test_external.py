@@ -1,7 +1,5 @@
 """External models: their options, what a command may write, and their rows beside the model's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What a failed process leaves for the launcher, and the hung rank, found from the positions of all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """Inputs at a URL: fetched once by many, whole or not at all, checked, and without credentials in any message."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Atomic files: killed writers, full disks, file modes, and the errors of bad files."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

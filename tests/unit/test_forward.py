@@ -1,7 +1,5 @@
 """What holds for every family, objective and tokenizer: a loss is a sum over cells, and padding is no cell."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

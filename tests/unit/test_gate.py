@@ -1,7 +1,5 @@
 """Gates of an evaluation, its tidy scores, and the cost of the embedding."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

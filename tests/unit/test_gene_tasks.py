@@ -1,7 +1,5 @@
 """Tasks gene_embedding and grn: scores against references, planted vectors, files that do not fit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

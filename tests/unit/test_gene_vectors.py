@@ -1,7 +1,5 @@
 """Given gene vectors: what is read of a file, what a model makes of them, and what an export carries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generated cells are those of full forward passes, whatever is generated beside them, in a valid .h5ad."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names to Ensembl ids, never by a guess; one-to-one orthologs, to a corpus of both organisms; the Cell Ontology."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Family hf: transformers' own models behind the contract, with their inputs, weights and head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models on a hub: a stand-in server on loopback that takes commits, large files and downloads."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Task imputation: nothing of the hidden genes is read, predictions and scores against references."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Input formats: the same cells from every format, filters, links, sizes, damage; and rounded values."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

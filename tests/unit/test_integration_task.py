@@ -1,7 +1,5 @@
 """Task integration: measures by hand and against scikit-learn, invariants, and parity with scib-metrics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

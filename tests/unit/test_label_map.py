@@ -1,7 +1,5 @@
 """Labels of datasets with other columns and vocabularies become one, under one name, before anything reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels and numbers from vectors: losses, weights, cells without one, rows of the head, and calibration."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

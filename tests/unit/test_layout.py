@@ -1,7 +1,5 @@
 """Sizes of the mesh axes, and the layouts that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

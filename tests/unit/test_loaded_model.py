@@ -1,7 +1,5 @@
 """A model in Python gives the vectors and labels that the commands write, whatever the batch and order of the cells."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

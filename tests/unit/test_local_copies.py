@@ -1,7 +1,5 @@
 """Copies of shards on a node's own disk: the same batches whatever happens to them, and nothing left behind."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The masked encoder: hidden content reaches nothing, masks are fair, and losses judge the predictions."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

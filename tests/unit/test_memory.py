@@ -1,7 +1,5 @@
 """Planned memory of each layout (tests/distributed compares it with processes), and idle time of pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every fine-tuning method with every family: what is frozen stays, what trains moves, and merged is as adapted."""
 
-from __future__ import annotations
-
 import warnings
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that a configuration names and Snakemake would not miss where outputs stand."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Columns of the table of datasets: filters as pandas evaluates them, roles, and refusals before counts are read."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

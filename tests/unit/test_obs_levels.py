@@ -1,7 +1,5 @@
 """Levels of obs columns: equal in every rank, split and run, and absent from batches that nobody asked for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

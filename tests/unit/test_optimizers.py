@@ -1,7 +1,5 @@
 """Optimizers and their groups, and the learning rate of each step."""
 
-from __future__ import annotations
-
 import math
 import sys
 from importlib.metadata import EntryPoint

@@ -3,8 +3,6 @@
 A new option needs an entry here: another value in CORPUS, PLAN or TRAIN, or in ELSEWHERE the test that sees its effect.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sums of a training step have one order: on a GPU, and on several threads of a CPU, they are the same each time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores of cells, and intervals of paired differences: against scikit-learn, by hand, and by their coverage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Task perturbation: changes by hand, what is held out, and that no test cell is used."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

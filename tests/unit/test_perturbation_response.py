@@ -1,7 +1,5 @@
 """Objective perturbation_response against its definition, and what it says of perturbations it was not trained on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Assignment of blocks to pipeline stages, and micro-batches of a step."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A plan estimates a run, and refuses one that cannot work in one line; --suggest proposes layouts that it accepts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

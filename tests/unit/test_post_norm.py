@@ -1,7 +1,5 @@
 """Families `bert` and `scgpt`: ends of cells are no genes, and each option has its effect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

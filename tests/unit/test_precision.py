@@ -1,7 +1,5 @@
 """Number formats outside of training steps: embeddings and tasks in bfloat16, and TF32. All of it on a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

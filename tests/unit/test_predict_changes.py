@@ -1,7 +1,5 @@
 """Predicted expression for other packages: what the task scores, of no tested cell, as cells with these means."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """QC and gene names: equal to a plain reference in any block size, and one line when nothing is left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Imported models are the published ones: states, vectors, tokens; nothing is unpickled; and they serve as models."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import pickle

@@ -1,7 +1,5 @@
 """query_decoding: hidden genes are a fair draw, do not reach the model, and its loss is the definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

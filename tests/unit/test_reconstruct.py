@@ -1,7 +1,5 @@
 """Masked prediction: figures against numpy, references from training cells alone, masks that never change."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of plug-ins: built-ins first, and one line where an installed package is broken."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Weighted reading: exact repeats in each epoch; micro-batches, of which every rank knows how many the others cut."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterator

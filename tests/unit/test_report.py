@@ -1,7 +1,5 @@
 """The report shows what the folders hold, escapes user text, and loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

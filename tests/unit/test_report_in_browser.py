@@ -1,7 +1,5 @@
 """The report in headless Chromium: every figure is drawn, nothing is an error, sorting, search and theme work."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

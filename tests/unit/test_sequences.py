@@ -1,7 +1,5 @@
 """Protein sequences: a FASTA file to shards and embeddings, with residues in their order all the way."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

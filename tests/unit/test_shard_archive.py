@@ -1,7 +1,5 @@
 """Archived shards are restored byte for byte, or not at all; compressed cells are sharded to the same bytes."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

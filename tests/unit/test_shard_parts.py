@@ -1,7 +1,5 @@
 """Shards are the same from any number of jobs and after kills; their index says what they hold; copies are found."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

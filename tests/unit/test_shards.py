@@ -1,7 +1,5 @@
 """Shards open in anndata, hold every cell once, in rank order and in one split, and are refused when damaged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Simulated cells: the same for a seed, structured as they say; the demo cells come back as whole counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sizes measured on the meta device equal those of the model; sizes by name."""
 
-from __future__ import annotations
-
 import gc
 import re
 from dataclasses import replace

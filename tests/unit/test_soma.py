@@ -1,7 +1,5 @@
 """SOMA experiments, as CELLxGENE Census has them: the same cells as from an .h5ad, by query and in chunks."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Duration of a collective, what a step computes, and the cost of making a corpus."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stream's promises: every cell once, the same batches for any number of ranks, resume at any step, no hang."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from itertools import chain, islice, pairwise

@@ -1,7 +1,5 @@
 """sum: each part's loss is that of its objective alone, over its own targets; what one hides no other shows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal

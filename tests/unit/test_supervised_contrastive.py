@@ -1,7 +1,5 @@
 """supervised_contrastive against the paper, and which labels a run's record and its card name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps are the product of their values, each run as if it were written out."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results of a sweep: curves over sizes, and the law only where the data support one."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

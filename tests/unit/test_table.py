@@ -1,7 +1,5 @@
 """The table of datasets and configuration files: nothing vanishes, nothing ends in a traceback."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

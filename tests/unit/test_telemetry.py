@@ -1,7 +1,5 @@
 """Readings in metrics.jsonl: memory and GPU of each rank, and the time left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

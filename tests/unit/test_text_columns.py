@@ -1,7 +1,5 @@
 """Text of obs and var is the same for objects, strings of pandas and categories, with and without missing values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

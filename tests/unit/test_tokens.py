@@ -1,7 +1,5 @@
 """Tokenizers, rank order and compiled loops against one cell at a time in plain numpy."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Task transfer: scores by hand, nothing fitted on tested cells, and labels that only one dataset has."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable
 from dataclasses import replace

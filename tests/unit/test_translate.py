@@ -1,7 +1,5 @@
 """A configuration of scModelForge becomes one that is accepted here, and every key of it is answered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Labels that a model does not know are named, in evaluation and prediction, and never taken for another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation: metrics of the embedding against numpy, the best step, and the patience."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any

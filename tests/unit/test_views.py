@@ -1,7 +1,5 @@
 """Views of cells, whose shown and hidden part together are the cell, and VICReg of both parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

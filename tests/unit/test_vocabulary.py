@@ -1,7 +1,5 @@
 """The vocabulary of a corpus: exact counts, pooled medians, highly variable and listed genes; refused when damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import warnings

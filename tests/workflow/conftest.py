@@ -1,7 +1,5 @@
 """A project in its own folder: a case of .test/ with a few hundred simulated cells and a tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

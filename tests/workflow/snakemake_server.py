@@ -4,8 +4,6 @@ A command is a line of JSON on stdin: `folder`, `words`, and `out`, the file tha
 line on stdout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

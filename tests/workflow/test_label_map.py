@@ -1,7 +1,5 @@
 """One classifier of two datasets whose labels have other columns and vocabularies, through Snakemake."""
 
-from __future__ import annotations
-
 import json
 
 import anndata as ad

@@ -1,7 +1,5 @@
 """The whole workflow through Snakemake, and the rules that a change reruns."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

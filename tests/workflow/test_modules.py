@@ -1,7 +1,5 @@
 """The workflow outside its checkout: as a module, with another working folder, below a path with spaces."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

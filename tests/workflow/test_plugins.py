@@ -1,7 +1,5 @@
 """The whole workflow with a toy plug-in of each kind, named in the configuration and found through entry points."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Seven real datasets, human and mouse, of 299 to 17,168 genes: one configuration, one report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

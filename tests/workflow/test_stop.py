@@ -1,7 +1,5 @@
 """A training that is stopped under Snakemake, and the same command again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@
 test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of_the_profile (test_line.py).
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

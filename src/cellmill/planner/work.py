@@ -6,8 +6,6 @@ of 2,060 genes, shards of 1,024 (benchmarks/README.md). They scale with the numb
 systems or input formats have others. Reading from the disk is not included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property

@@ -5,8 +5,6 @@ decides the device from the GPUs that each node's torch sees. If each rank decid
 others in gloo, or a job would train on the CPU cores of nodes whose GPUs it reserves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

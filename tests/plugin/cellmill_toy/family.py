@@ -3,8 +3,6 @@
 Legend: T tokens of the batch, H hidden, h heads, d width of a head.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A toy input format: a text table of cells x genes, comma-separated, with names of genes in its first line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

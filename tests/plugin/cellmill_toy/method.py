@@ -1,7 +1,5 @@
 """Low-rank adapters of the attention's linear layers (Hu et al. 2022, LoRA); nothing else trains."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Legend: T tokens of the batch, N targets, H hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

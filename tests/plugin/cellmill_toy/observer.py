@@ -1,7 +1,5 @@
 """An observer that writes the names of what it sees, one a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient descent with momentum; the host waits at each step, to skip one whose gradients are not finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Options of all toys. Torch-free: `snakemake -n` imports this module and no other of the package."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

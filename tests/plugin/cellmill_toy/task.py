@@ -1,7 +1,5 @@
 """Mean length of the embeddings of scored cells, beside that of zeros."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cellmill.evaluate.task import Context, TaskResult

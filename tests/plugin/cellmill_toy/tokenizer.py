@@ -1,7 +1,5 @@
 """Genes in rank order, without values."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cellmill.data.stream.batch import Prefixes

@@ -1,7 +1,5 @@
 """A tracker that writes what it is told, one JSON object a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

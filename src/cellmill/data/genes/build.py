@@ -3,8 +3,6 @@
 Medians come from histograms of logarithms, which are exact to 0.5 % and can be added in any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

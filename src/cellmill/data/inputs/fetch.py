@@ -8,8 +8,6 @@ A URL is taken for one file forever; `#sha256=HEX` behind it says which file is 
 environment, as the protocol's package reads them; no message has them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

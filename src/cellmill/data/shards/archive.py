@@ -10,8 +10,6 @@ from counts and medians. A file becomes a zip with the same name and `.zip`:
     genes-N, counts-N   of block N, compressed by `_encode`; in rank order if that does not follow (`by_gene` false)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

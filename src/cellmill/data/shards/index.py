@@ -12,8 +12,6 @@ unknown: a value that the corpus does not have. Where the corpus has cells witho
 a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ whole numbers have levels, sorted as text, unless there are more than `MAX_LEVEL
 of it reads as numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

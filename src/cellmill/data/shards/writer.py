@@ -5,8 +5,6 @@ is a function of the plan and its number alone, so any number of jobs writes the
 finished shard has its entry of the manifest, by which the next process keeps it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

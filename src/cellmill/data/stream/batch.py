@@ -5,8 +5,6 @@ longer than filling it. No consumer has to release a batch: its memory is free w
 view of it or a tensor over it is gone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import defaultdict, deque
