@@ -166,17 +166,25 @@ def test_the_handshake_cannot_be_passed_on(nodes: Nodes) -> None:
         passed.result()
 
 
-def test_a_name_that_cannot_be_resolved_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no-such-node.invalid", "node2 cannot resolve no-such-node.invalid, the name of the first node ("),
+        (LOOPBACK, f"node2 cannot reach {LOOPBACK}, the first node (Connect call failed"),
+    ],
+)
+def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, said: str
 ) -> None:
     monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "REACH_S", 0.0)
     monkeypatch.setattr(rendezvous, "_RETRY_S", 0.01)
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    relay = Relay(Rendezvous("secret", 1, 2, "no-such-node.invalid"), None)
+    relay = Relay(Rendezvous("secret", 1, 2, host), None)
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(relay._to_first_node(), 0.5))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("node2 cannot resolve no-such-node.invalid, the name of the first node (")
+    assert line.startswith(said)
 
 
 def test_the_interface_between_nodes_is_named_where_a_node_s_name_is_its_loopback(

@@ -34,6 +34,7 @@ LOOPBACK = "127.0.0.1"
 NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
 HANDSHAKE_S = 10.0
 RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
+REACH_S = 60.0  # likewise a first node that cannot be reached: agents start in any order
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
@@ -211,17 +212,19 @@ class Relay:
                 try:
                     if (connection := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
                         return connection
-                except socket.gaierror as error:
-                    if asyncio.get_running_loop().time() - began >= RESOLVE_S and not self._said:
-                        self._said = True
-                        print(
-                            f"{node_name()} cannot resolve {host}, the name of the first node ({error.strerror}): "
-                            "correct the nodes' DNS or /etc/hosts",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                except (OSError, TimeoutError, asyncio.IncompleteReadError):
-                    pass
+                except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                    unknown, waited = isinstance(error, socket.gaierror), asyncio.get_running_loop().time() - began
+                    if waited < (RESOLVE_S if unknown else REACH_S) or self._said:
+                        continue
+                    self._said = True
+                    reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+                    line = (
+                        f"resolve {host}, the name of the first node ({reason}): correct the nodes' DNS or /etc/hosts"
+                        if unknown
+                        else f"reach {host}, the first node ({reason}): its task has not begun, or the network between "
+                        "the nodes does not let it through"
+                    )
+                    print(f"{node_name()} cannot {line}", file=sys.stderr, flush=True)
             await asyncio.sleep(_RETRY_S)
 
     async def _knock(self, port: int) -> Streams | None:
