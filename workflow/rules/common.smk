@@ -1,5 +1,5 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
-# this file again.
+# this file again. is_main, elsewhere, executes, is_made, machines, config_files, one_line: undocumented.smk.
 import os
 import re
 import shlex
@@ -25,7 +25,7 @@ with one_line():
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
-        # `--config private=true` is a text, unlike True
+        # given on the command line, private is the text "true": the parsed value is validated
         validate({**config, "private": pipeline.private}, "../schemas/config.schema.json", set_default=False)
         # imports h5py, which jobs of a cluster do without
         from cellmill.data.prepare.check import check_datasets, check_inputs

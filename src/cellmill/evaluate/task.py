@@ -82,7 +82,7 @@ class EvaluatedDatasets:
 
 
 MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
-_ROWS = 4096
+_ROWS = 4096  # cells per read
 _HASHED_ROWS = 1024
 
 
@@ -123,7 +123,7 @@ def _blocks(manifest: Manifest, max_cells: int) -> Iterator[tuple[np.ndarray, np
             starts = shard.indptr[first : first + _ROWS + 1].astype(np.int64)
             span = int(starts[0]), int(starts[-1])
             genes, counts = shard.read_genes(*span), shard.read_counts(*span)
-            if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:  # which crashes scipy
+            if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:  # scipy would crash on these
                 raise DataError(f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}")
             n_cells += len(starts) - 1
             yield genes, counts, starts - starts[0]
@@ -155,9 +155,9 @@ class TrainedCells:
             self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the cells of a dataset that are not among them, and the number of equal ones.
+        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number excluded for their counts.
 
-        Cells that are equal to trained cells of other names are not unseen; their number is printed.
+        These equal a trained cell of another name; their number is printed.
         """
         unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
         copies = self.copies(reader, unnamed)

@@ -171,8 +171,8 @@ class JobFollower:
             self._note(state, self._ended)
 
     def _is_gone(self) -> bool:
-        """False while a job that SLURM does not list may live: a controller in trouble answers with an empty list. Also
-        if its claim is released: a job that was requeued waits in the queue without one."""
+        """False while a job that SLURM does not list may live, as a controller in trouble answers with an empty list;
+        starts the timer. It counts for a released claim too: a requeued job waits without one."""
         self._gone_since = self._gone_since or time.monotonic()
         alive = self.record is not None and living(self.record.path.parents[1]) == self.job_id
         return not alive and time.monotonic() - self._gone_since >= GONE_S
@@ -187,8 +187,8 @@ def save_job(
 ) -> None:
     """Signal a running job to save and to end, and wait until it has, for at most `within_s` seconds.
 
-    What scancel leaves it is SLURM's KillWait, 30 s by default, which may be too short for a checkpoint. `impatient`
-    returns True to stop waiting.
+    Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL: it may be too short
+    for a checkpoint. `impatient` returns True to stop waiting.
     """
     queue = Queue(TICK_S)
     if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(job_id, name, signal="USR2"):

@@ -27,9 +27,9 @@ from cellmill.runs.jobs import CANCELLED, CONNECTION, FOREIGN, GONE, UNKNOWN, Jo
 from cellmill.runs.lock import FolderDeleted, FolderWatch, living
 from cellmill.runs.progress import training_seconds
 
-SHARE = 0.5  # from this part of its time on, a job was mostly start-up
-IN_A_ROW = 2
-EARLY_S = 90.0  # SLURM may announce the limit a minute early
+SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
+IN_A_ROW = 2  # such jobs until they are warned about
+EARLY_S = 90.0  # a job that ended this close to its limit ended by it: SLURM may announce it a minute early
 
 
 @dataclass
@@ -53,7 +53,7 @@ class ShortJobs:
         it does before a preemption too. Raises UserError if the job ended at its limit before its first step.
         """
         limit_s, elapsed_s, after_s = 60.0 * ended.runtime, 0.0, self.training_s()
-        with suppress(DataError):  # by the files that it wrote itself, if it left any
+        with suppress(DataError):  # the job's own record of its last start; none if missing or damaged
             for last in ended.attempts()[-1:]:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
         timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
@@ -116,7 +116,7 @@ class SlurmLauncher:
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
             state = self.slurm.queue.state(newest.job_id, newest.name)
-            if state.alive or state.name in (UNKNOWN, GONE):  # who follows it finds out
+            if state.alive or state.name in (UNKNOWN, GONE):  # it may still run: its follower waits until SLURM is sure
                 return newest
             newest.now(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
         return self.slurm.find()

@@ -82,7 +82,7 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
 
 
 def reshard(model: nn.Module) -> None:
-    """Free weights that a forward pass alone left gathered, which no optimizer knows. No communication."""
+    """Free full weights that a forward without a backward left gathered. No communication."""
     for module in _fsdp_modules(model):
         module.reshard()
 
@@ -121,7 +121,7 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
-    """Compile `methods` of each block for any number of tokens, in place; a variant at its first step."""
+    """Compile `methods` of each block in place, for any number of tokens; each variant when it first runs."""
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
     # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
     variants = 8 * len(modules)

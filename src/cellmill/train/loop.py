@@ -198,7 +198,7 @@ class Trainer:
         self._clock = self._saved_at = time.perf_counter()
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
-            self.checkpoints.saved_step = None  # the checkpoint of this step is without it
+            self.checkpoints.saved_step = None  # saved again: its checkpoint came before this validation
             self._pause(save=True, validate=True)
         batches = iter(self.train_stream)
         pending: StepReport | None = None
@@ -234,7 +234,7 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
-            # a step without targets, such as labels, has loss 0; a validation without any has none
+            # without a target, such as a labelled cell, the loss of a step is 0 and not 0 / 0
             targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)).clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
@@ -282,7 +282,7 @@ class Trainer:
         return record_function(name)
 
     def _prepare(self, batches: list[Batch], step: int) -> list[Any]:
-        """Draw what is shown, pad it, draw masks on the CPU, where counting targets blocks nothing, and copy them."""
+        """Draw views, pad them, draw masks, and copy them to the device. On the CPU: counting targets never waits."""
         keys = {"seed": self.train.seed, "step": step}
         views = [self.model.view(batch, **keys) for batch in batches]
         lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])

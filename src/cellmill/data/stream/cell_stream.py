@@ -29,7 +29,7 @@ from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 3  # steps tokenized in advance, with the one that is being tokenized
-# options that, with seed and batch, define the order; with weights, those too; and the part if not all cells are read
+# options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent")
 _PART = "train_frac"
@@ -40,13 +40,13 @@ class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
     `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them. `global_batch`, the cells per
-    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens, and
-    a step at least `min_microbatches` of them and a multiple of `microbatch_multiple`, of even sizes if either is not
-    1. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch in disk order of the first
-    `max_cells` cells. `counted` batches have the counts of their tokens, and batches with `columns` or `number_columns`
-    (obs columns, and the option that asks for each) the levels or numbers of their cells. Shards are read from `copies`
-    once these are complete. Raises DataError when manifest or shards are missing, damaged or do not match, or the split
-    has no cells.
+    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens. A
+    step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is above 1
+    (pipelines), cells are spread evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch
+    in disk order of the first `max_cells` cells. `counted` batches have the counts of their tokens; `columns` and
+    `number_columns` map obs columns, whose levels or numbers batches carry, to the option that names each. Shards are
+    read from `copies` once these are complete. Raises DataError when manifest or shards are missing, damaged or do not
+    match, or the split has no cells.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
-A block is one `preadv` that scatters its cells to where steps take them: windows of all own lanes are read into one
-buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining lanes costs a
-copy, and a batch is one slice. There are two buffers, one in use and one being filled; they are reused, because
-fresh memory costs about as much as the reading (a page fault per 4 KiB).
+Each block is read by one `preadv`, which scatters its cells to their positions in step order: windows of all own lanes
+are read into one buffer, in which the cells of a step stand together, lane after lane. So neither shuffling
+nor joining lanes costs a copy, and a batch is one slice. There are two buffers, one in use and one being filled; they
+are reused, because fresh memory costs about as much as the reading (a page fault per 4 KiB).
 
 Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
 cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
@@ -20,18 +20,18 @@ import numpy as np
 from cellmill.data.shards.reader import RowFile, places
 from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
 
-_TASKS = 32  # of the windows read into one buffer: handing one over costs as much as reading some cells
+_TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 
 
 @dataclass(frozen=True)
 class WindowCells:
-    """Cells in the order in which steps take them: windows of the same number of some lanes, or part of these."""
+    """Cells of one buffer in the order in which steps take them: window w of several lanes, or a slice of that."""
 
     steps: np.ndarray  # step that takes each cell, counted over all epochs
     lanes: np.ndarray  # lane of each cell, ascending in a step
     cells: np.ndarray
     lengths: np.ndarray  # number of genes of each cell in the shards
-    starts: np.ndarray  # offset of each cell's first gene; in a part, of that which it is a part of
+    starts: np.ndarray  # (cells + 1,) offset of each cell's first gene in the whole window: a slice keeps it
     genes: np.ndarray
     counts: np.ndarray | None
 
@@ -40,7 +40,7 @@ class WindowCells:
         return self.steps, self.lanes, self.cells, self.lengths
 
     def part(self, ascending: np.ndarray, value: int) -> WindowCells:
-        """Cells whose `steps`, or in a part of one step whose `lanes`, have a value."""
+        """Cells where `ascending` is `value`: `self.steps`, or `self.lanes` once all cells are of one step."""
         start, stop = ascending.searchsorted(np.array([value, value + 1])).tolist()
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
@@ -218,7 +218,7 @@ class Prefetch:
         return np.diff(borders)[between][order]
 
     def _plans(self, epoch: int, before: np.ndarray) -> Iterator[WindowPlan]:
-        """Windows of own lanes, equal numbers together, from cell `before` of each lane on."""
+        """One plan for window w of all own lanes, then for w + 1, from cell `before` of each lane on."""
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
             first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}

@@ -47,7 +47,7 @@ class DecodingBatch(EncoderBatch):
     pairs: torch.Tensor
     """(2, pairs) int64: indices of the shown and of the hidden part of cells that have both; none without view_loss."""
     shares: tuple[RowShare, ...] | None = None
-    """Share in the view loss of the global batch, known in the second pass of a training step."""
+    """This micro-batch's part of the view loss of the global batch; None in the pass that collects its rows."""
 
 
 class CellDecoding(Objective):
