@@ -372,7 +372,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("imported")
     try:
         demo_stage.demo(out=made / "pbmc.h5ad")
-    except DataError as error:
+    except DataError as error:  # no scanpy, with which these cells come: an extra
         pytest.skip(str(error))
     data = ad.read_h5ad(made / "pbmc.h5ad")
     data.X = data.X.astype(np.float32)

@@ -76,7 +76,7 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, int], text: str) 
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         simulate.shipped_file()
-    except DataError as error:
+    except DataError as error:  # no scanpy, with which these cells come: an extra
         pytest.skip(str(error))
     path = tmp_path_factory.mktemp("demo") / "pbmc68k.h5ad"
     stage.demo(out=path)

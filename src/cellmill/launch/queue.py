@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 from cellmill.runs.jobs import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
@@ -184,16 +184,14 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
     """
     reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
-        for names in re.findall(
-            r"^    log: (.+) \(check log file", Path(log).read_text(encoding="utf-8"), re.MULTILINE
-        ):
-            files = [
-                path for path in map(Path, [names] if Path(names).is_file() else names.split(", ")) if path.is_file()
-            ]
-            lines = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in files]
-            said = [line for line in chain(*lines) if line.startswith("cellmill ")]
-            if not said and len(files) < len(names.split(", ")):
-                said = [f"{files[-1]}: {line}" for line in chain(*lines[-1:]) if line.strip()]
+        text = Path(log).read_text(encoding="utf-8")
+        for names in re.findall(r"^    log: (.+) \(check log file", text, re.MULTILINE):
+            paths = [Path(name) for name in ([names] if Path(names).is_file() else names.split(", "))]
+            found = [path for path in paths if path.is_file()]
+            lines = [(path, line) for path in found for line in path.read_text("utf-8", "replace").splitlines()]
+            said = [line for _, line in lines if line.startswith("cellmill ")]
+            if not said and len(found) < len(paths):
+                said = [f"{path}: {line}" for path, line in lines if line.strip()]
             reasons |= dict.fromkeys(said[-1:])
     return list(reasons)
 

@@ -138,7 +138,7 @@ def read_profile(name: str) -> Profile:
         rule, colon, assignment = entry.partition(":")
         if not colon:
             raise ConfigError(f"{path}: set-resources: expected rule:resource=value, got {entry!r}")
-        if rule.partition(".")[0] in ("train", "plan"):
+        if _is_ours(rule):
             where = f"{path}: set-resources: {rule}"
             values = _checked(assignment, 1 if threads is None else threads.value, where)
             if twice := entries[rule].keys() & values:
@@ -148,6 +148,11 @@ def read_profile(name: str) -> Profile:
     in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
     own = re.sub(r"[^A-Za-z0-9_.-]", "", path.parent.name if in_folder else path.stem)
     return Profile(own or "profile", path, _either(entries), over, options)
+
+
+def _is_ours(rule: str) -> bool:
+    """True for the rules train and plan and for their named machines."""
+    return rule.partition(".")[0] in ("train", "plan")
 
 
 def _either(rules: Rules) -> Rules:
@@ -231,11 +236,7 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     profiles = [read_profile(str(path)) for path in paths if path is not None]
     profile = next((each for each in reversed(profiles) if each.rules), Profile())
     typed = _either(
-        {
-            entry: evaluate(resources)
-            for entry, resources in (options.set_resources or {}).items()
-            if entry.partition(".")[0] in ("train", "plan")
-        }
+        {entry: evaluate(resources) for entry, resources in (options.set_resources or {}).items() if _is_ours(entry)}
     )
     train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
     given, rules = profile.rules | {"train": train}, {}
@@ -245,7 +246,7 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         own = given.get(entry, {}) | typed.get(entry, {})
         rules[entry] = {key: value for key, value in own.items() if key not in hidden}
     entries = entries_of(profile.options, "set-resources", profile.path) if options.set_resources else []
-    others = [entry for entry in entries if not re.match(r"(train|plan)[.:]", entry)]
+    others = [entry for entry in entries if not _is_ours(entry.partition(":")[0])]
     return replace(profile, rules=rules, trains=options.report is None, discarded=parse_set_resources(others))
 
 
