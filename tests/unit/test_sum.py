@@ -103,11 +103,14 @@ def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
     assert parts.line("loss", found.tolist()).keys() == {"loss_cell_decoding", "loss_masked_value"}
 
 
-def test_a_part_without_targets_has_no_loss_and_no_gradient() -> None:
+def test_a_part_without_targets_has_loss_zero_but_all_of_them_have_none() -> None:
     model = _model(objective="sum", parts=PARTS)
     parts = LossParts(model.objective, torch.device("cpu"))
     losses = torch.tensor([2.0, 0.0]) / parts.targets(torch.tensor([4, 0]))
     assert parts.total(losses).item() == 0.5
+    # a validation without any target has no loss: 0 would be the best of the run for ever
+    none = torch.zeros(2, dtype=torch.float64)
+    assert parts.total(none / parts.targets(none)).isnan()
 
 
 def test_tensors_of_all_parts_are_copied_once() -> None:

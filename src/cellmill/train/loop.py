@@ -61,8 +61,8 @@ class LossParts:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
 
     def targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the divisors, () or (parts,) int64: a part without targets has loss 0, not 0 / 0."""
-        return targets.clamp(min=1) if self.names else targets
+        """Return the divisors, () or (parts,): a part without targets has loss 0, but a loss without any is 0 / 0."""
+        return targets.clamp(min=1) if self.names and targets.any() else targets
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
         return (losses * self.weights).sum()
