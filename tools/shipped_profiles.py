@@ -23,8 +23,8 @@ def site(name: str, described: str, gpu: str, machine: dict[str, Any], stages: s
     """The site of a profile: partitions of its stages, and of those on one GPU."""
     model = {} if gpu not in machine["gpus_per_node"] else {"gpu_model": gpu}
     return Site(
-        head=f"# {described}: `cellmill preflight --profile {name}` checks it. Add slurm_account, twice, where a site "
-        "has no default.",
+        head=f"# {described}: `cellmill preflight --profile {name}` checks it; profiles/README.md explains its keys, "
+        "and slurm_account.",
         machine=Machine.model_validate({"launcher": "slurm", "save_within_s": 300} | machine),
         device=gpu,
         stages=Place(stages),

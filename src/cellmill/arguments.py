@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
+from cellmill.config import plugin
 from cellmill.config.corpus import INPUTS
 from cellmill.config.datasets import ObsColumns, input_path
 from cellmill.config.machine import Machine
@@ -13,7 +14,7 @@ from cellmill.config.options import OPTIONS
 from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
-_INPUT = f"{', '.join(INPUTS)}, or a URL"
+_INPUT = f"{', '.join((*INPUTS, *plugin.names('input')))}, or a URL"
 _PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
 
 

@@ -1,4 +1,4 @@
-"""Random faults on runs of two nodes, drawn by a seed: kinds, places and times.
+"""Random faults on runs of two nodes, drawn by a seed: places, times, and kinds, each once before one comes again.
 
 Whatever happens to it, a run is started again with the same command until it is done. Its loss curve has to be that of
 an undisturbed run, no two of its jobs may ever have processes at the same time, and nothing of it may be left.
@@ -52,6 +52,7 @@ class FaultyRun:
     folder: Path
     partition: str
     draw: random.Random
+    kinds: list[Callable[["FaultyRun"], None]]  # of its faults, the last one first
     done: list[str] = field(default_factory=list)
     """What was done to it, in order."""
     most_jobs: int = 0
@@ -68,12 +69,12 @@ class FaultyRun:
         self.launched: Launched | None = None
         self._ended = threading.Event()
 
-    def run(self, faults: int) -> dict[int, float]:
-        """Train to the end through so many faults; return the curve."""
+    def run(self) -> dict[int, float]:
+        """Train to the end through its faults; return the curve."""
         watcher = threading.Thread(target=self._watch)
         watcher.start()
         try:
-            times = sorted(self.draw.randint(0, STEPS - 10) for _ in range(faults))
+            times = sorted(self.draw.randint(0, STEPS - 10) for _ in self.kinds)
             for at in times:
                 self._start()
                 wait_for(lambda at=at: self._has_reached(at), self._printed)
@@ -92,8 +93,7 @@ class FaultyRun:
         return self._launcher().losses()
 
     def _disturb(self, at: int) -> None:
-        kinds = [kind for kind in FAULTS if kind is not kill_node or self.rig.namespaces]
-        kind = self.draw.choice(kinds)
+        kind = self.kinds.pop()
         self.done.append(f"{kind.__name__} at step {at}")
         time.sleep(self.draw.uniform(0, 2))
         kind(self)
@@ -281,7 +281,9 @@ def undisturbed(corpus: str, folder: Path) -> dict[int, float]:
 def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list[FaultyRun]:
     """Make so many faults, one run after another in each partition. Raises AssertionError at the first difference."""
     expected = undisturbed(corpus, folder / "undisturbed")
-    numbers, runs = iter(range(-(-faults // EACH))), []
+    numbers, runs, deck = iter(range(-(-faults // EACH))), [], random.Random(seed)
+    possible = [kind for kind in FAULTS if kind is not kill_node or rig.namespaces]
+    kinds = [kind for _ in range(-(-faults // len(possible))) for kind in deck.sample(possible, len(possible))][:faults]
     lock = threading.Lock()
 
     def work(partition: str) -> None:
@@ -291,8 +293,9 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
             if number is None:
                 return
             draw = random.Random(f"{seed}/{number}")
-            run = FaultyRun(rig, corpus, folder / f"run{number:03}", partition, draw)
-            curve = run.run(min(EACH, faults - number * EACH))
+            own = kinds[number * EACH : (number + 1) * EACH]
+            run = FaultyRun(rig, corpus, folder / f"run{number:03}", partition, draw, own)
+            curve = run.run()
             print(f"{run.name}: {'; '.join(run.done)}", flush=True)
             assert curve == expected, f"{run.name}: {run.done}: another curve"
             assert run.most_jobs == 1, f"{run.name}: {run.done}: {run.most_jobs} jobs trained at the same time"

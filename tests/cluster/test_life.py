@@ -1,7 +1,8 @@
 """One life of a run on a real SLURM: each test does something to it, and at its end the loss curve is that of an
 undisturbed run, with every step once.
 
-The tests follow each other; after one that failed, the others fail too. `test_launcher.py` has each fault by itself.
+The tests follow each other; after one that failed, the others fail too. `test_launcher.py` has what needs a run of its
+own.
 """
 
 import os
@@ -17,13 +18,31 @@ from typing import Any
 import pytest
 
 from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
-from tests.cluster.rig import Rig
+from tests.cluster.rig import Rig, inside
 from tests.distributed.command import pids_with, wait_for, words
 
 STEPS = 100
 OPTIONS = run_options(STEPS, lr=3e-4)
 SECRET = "planted-secret"
 MACHINE = on_slurm(nodes="1-2", nproc_per_node=1, runtime=30, save_within_s=100)
+
+
+STRANGER = """
+import os, secrets, socket, sys
+address = socket.gethostbyname(sys.argv[1])
+os.setuid(65534)
+ping = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little") + bytes([13]) + b"echo"  # of torch's store
+for port in map(int, sys.argv[2:]):
+    for said in (ping, secrets.token_bytes(64), secrets.token_bytes(100_000), b"GET / HTTP/1.1\\r\\n\\r\\n"):
+        answer = b""
+        try:
+            with socket.create_connection((address, port), timeout=0.5) as connection:
+                connection.sendall(said)
+                answer = connection.recv(100)
+        except OSError:
+            pass
+        print("a store" if answer == b"echo" else "no store", "at", port)
+"""
 
 
 class Life:
@@ -99,6 +118,23 @@ def test_a_killed_launcher_is_followed_by_one_that_attaches(life: Life) -> None:
     assert f"step 1/{STEPS}" in life.cellmill("logs", "life")
 
 
+@pytest.mark.full
+def test_another_user_on_another_node_neither_reads_nor_ends_a_run(life: Life) -> None:
+    life.now.wait_for_step(3)
+    job = life.job()
+    for node in ("node1", "node2"):
+        listening = subprocess.check_output([*inside(node), "ss", "-Hltn"], text=True).splitlines()
+        found = {line.split()[3].rpartition(":")[2] for line in listening}
+        ports = sorted(found - {"16828"})  # slurmd's own
+        assert ports, "processes of gloo and, on the first node, the entrance to the store"
+        said = subprocess.run(
+            [*inside("node3"), sys.executable, "-c", STRANGER, node, *ports], text=True, stdout=-1, stderr=-1
+        )
+        assert said.stdout.count("no store at") == 4 * len(ports), said.stdout + said.stderr
+    life.now.wait_for_step(life.now.step() + 1)
+    assert life.job() == job
+
+
 def test_a_preempted_run_saves_in_its_grace_time_and_continues(life: Life) -> None:
     life.now.wait_for_step(6)
     high = ("-p", "gpu-a100-high", "-N", "2", "--exclusive", "-t", "1")
@@ -132,6 +168,7 @@ def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Li
     life.now.wait_for_print("stopped and saved before its time limit or a preemption; going on from step")
     wait_for(lambda: [line.split()[0] != job for line in life.rig.squeue()] == [True], lambda: life.now.printed)
     assert life.now.step() < STEPS, "it was done too early"
+    assert life.now.records()[-2]["state"] == "COMPLETED"
 
 
 def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(life: Life) -> None:

@@ -19,52 +19,43 @@ import sys, time
 if "cellmill.train.worker" in sys.orig_argv:
     time.sleep(150)
 """
+MACHINE = on_slurm(nodes=1, nproc_per_node=1, gpus_per_node="a100:1", mem_mb=1500, cpus_per_task=2)
 NOISE = ("Traceback", "ChildFailedError", "master_addr", "client socket", "submitit ERROR")
 
 
-def test_a_start_that_cannot_succeed_takes_one_job_and_its_reason_is_the_last_line(
-    rig: Rig, corpus: str, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def starts(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launched]:
+    """Runs that start on gpu-h100 while the first test uses gpu-a100: one waits for its time limit."""
+    folder = tmp_path_factory.mktemp("starts")
     for name, file, text in (
         ("broken", "torch/__init__.py", "raise ImportError('libcudart.so.99: cannot open shared object file')"),
         ("slow", "sitecustomize.py", SLOW),
     ):
-        (tmp_path / name / file).parent.mkdir(parents=True)
-        (tmp_path / name / file).write_text(text)
-    machine = on_slurm(nodes=1, nproc_per_node=1, gpus_per_node="a100:1", mem_mb=1500, cpus_per_task=2)
+        (folder / name / file).parent.mkdir(parents=True)
+        (folder / name / file).write_text(text)
     environments = {
-        "broken": {"PYTHONPATH": str(tmp_path / "broken")},
-        "slow": {"PYTHONPATH": str(tmp_path / "slow")},
+        "broken": {"PYTHONPATH": str(folder / "broken")},
+        "slow": {"PYTHONPATH": str(folder / "slow")},
         "srun": {"SLURM_NTASKS": "64", "SLURM_NNODES": "9", "SLURM_NTASKS_PER_NODE": "32"},
     }
-    runs = {
+    h100 = MACHINE | {"slurm_partition": "gpu-h100", "gpus_per_node": "h100:1"}
+    return {
         name: Launched.start(
             corpus,
-            tmp_path / name / "train",
+            folder / name / "train",
             run_options(4),
             rig.environment | more,
-            **machine | ({"runtime": 1, "save_within_s": 5} if name == "slow" else {}),
+            **h100 | ({"runtime": 1, "save_within_s": 5} if name == "slow" else {}),
         )
         for name, more in environments.items()
     }
-    assert runs["srun"].end() == 0, runs["srun"].printed
-    for name, line in {
-        "broken": rf"node\d: {re.escape(sys.executable)} cannot import torch: ImportError: libcudart.so.99: .*",
-        "slow": r"start-up took \d+ s of the limit's 60 s, and no step was made: raise runtime to at least \d .*",
-    }.items():
-        assert runs[name].end() == 2, runs[name].printed
-        assert len(runs[name].job_ids()) == 1
-        assert re.fullmatch(rf"cellmill train: {line} \(job \d+, log: \S+\)", runs[name].last_line), runs[name].printed
-    for run in runs.values():
-        assert not [noise for noise in NOISE if noise in run.printed], run.printed
 
 
-def test_a_node_cut_off_from_the_controller_trains_on_and_one_job_follows_it(
-    rig: Rig, corpus: str, tmp_path: Path
+def test_a_node_cut_off_from_the_controller_trains_on_and_one_job_follows_it_until_sigterm(
+    rig: Rig, corpus: str, tmp_path: Path, starts: dict[str, Launched]
 ) -> None:
-    machine = on_slurm(nodes=1, nproc_per_node=1, gpus_per_node="a100:1", mem_mb=1500, cpus_per_task=2)
     train = tmp_path / "run" / "train"
-    run = Launched.start(corpus, train, run_options(5000), rig.environment, rest_s=0.3, **machine)
+    run = Launched.start(corpus, train, run_options(5000), rig.environment, rest_s=0.3, **MACHINE)
     run.wait_for_step(3)
     nodes = re.findall(r"RUNNING on (node\d)", run.printed)
     slurmd = int((rig.folder / f"slurmd-{nodes[0]}.pid").read_text())
@@ -81,6 +72,25 @@ def test_a_node_cut_off_from_the_controller_trains_on_and_one_job_follows_it(
         assert run.printed.count("still trains on") == 1
     finally:
         os.kill(slurmd, signal.SIGCONT)
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signal.SIGTERM)
     assert run.end() == 75, run.printed
+    cancelled = rf"cellmill train: cancelled job {run.job_ids()[1]}; saved at step \d+; run the same command to resume"
+    assert re.fullmatch(cancelled, run.last_line), run.printed
+    wait_for(lambda: not pids_with(str(train), "cellmill.train.worker"))
     assert len(run.job_ids()) == 2
+
+
+def test_a_start_that_cannot_succeed_takes_one_job_and_its_reason_is_the_last_line(
+    starts: dict[str, Launched],
+) -> None:
+    assert starts["srun"].end() == 0, starts["srun"].printed
+    for name, line in {
+        "broken": rf"node\d: {re.escape(sys.executable)} cannot import torch: ImportError: libcudart.so.99: .*",
+        "slow": r"start-up took \d+ s of the limit's 60 s, and no step was made: raise runtime to at least \d .*",
+    }.items():
+        run = starts[name]
+        assert run.end() == 2, run.printed
+        assert len(run.job_ids()) == 1
+        assert re.fullmatch(rf"cellmill train: {line} \(job \d+, log: \S+\)", run.last_line), run.printed
+    for run in starts.values():
+        assert not [noise for noise in NOISE if noise in run.printed], run.printed

@@ -60,6 +60,13 @@ def test_missing_gpus_are_named_with_node_driver_and_build_of_torch(
         decide(wanted, nodes, 4)
 
 
+def test_one_gpu_is_one_gpu() -> None:
+    with pytest.raises(UserError, match=r"^expected 1 GPU per node, one per process, but node0 shows 0 GPUs \("):
+        decide("cuda", [node(0, 0)], 1)
+    with pytest.raises(UserError, match=r"^expected 2 GPUs per node, one per process, but node0 shows 1 GPU \("):
+        decide("cuda", [node(0, 1)], 2)
+
+
 def test_the_first_rank_decides_and_the_others_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}.items():

@@ -108,7 +108,7 @@ GRADIENTS, LOADING, NORM = "the gradient reduction of step 2", "data loading of 
     ],
 )
 def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: list[Position | None], line: str) -> None:
-    assert hang_line(earlier, now, 600) == line
+    assert hang_line(earlier, now, "600 s (train.timeout_s)") == line
 
 
 def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,10 @@ def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.Monk
     watch = HangWatch()
     watch.start(0.4, lines.put)
     assert lines.get(timeout=20).startswith("rank 1 on node6 and 2 more")
+    monkeypatch.setattr(failure, "JOIN_S", 0.8)
+    watch = HangWatch()
+    watch.start(0.4, lines.put)
+    assert "waited 0.8 s (the least time to join) at" in lines.get(timeout=20)
 
 
 def test_waiting_for_a_checkpoint_has_no_timeout() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cellmill.errors import DataError
 from cellmill.runs import lock as module
 from cellmill.runs.jobs import JobRecord, Jobs, folder_id, make_folder_id
-from cellmill.runs.lock import Claim, Claimed, claim, living
+from cellmill.runs.lock import Claim, Claimed, claim, claimant
 
 
 def record(train: Path, job_id: str) -> JobRecord:
@@ -122,11 +122,11 @@ def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Pat
 
 def test_a_requeued_job_whose_first_start_still_trains_is_refused(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
-    assert living(tmp_path) == "1"
+    assert claimant(tmp_path) == "1"
     with pytest.raises(Claimed, match=rf"^an earlier start of job 1 is training in {tmp_path}; this start ends$"):
         claim(tmp_path, "1", wait=lambda seconds: os.utime(own.file))
     own.release()
-    assert living(tmp_path) == ""
+    assert claimant(tmp_path) == ""
 
 
 def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path) -> None:
@@ -143,14 +143,14 @@ def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path
 def test_a_job_that_was_silent_for_too_long_learns_that_another_has_its_run(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     age(own, module.LEASE_S)
-    assert living(tmp_path) == ""
+    assert claimant(tmp_path) == ""
     other = claim(tmp_path, "2", wait=never)
     own.renewed -= module.RENEW_S
     with pytest.raises(Claimed, match="job 2 has taken over from job 1, which was silent for too long"):
         own.renew()
     other.renewed -= module.RENEW_S
     other.renew()
-    assert living(tmp_path) == "2"
+    assert claimant(tmp_path) == "2"
 
 
 def test_a_requeued_job_takes_its_folder_back(tmp_path: Path) -> None:

@@ -73,6 +73,16 @@ def test_lost_processes_are_restarted_if_that_can_help(
     assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
 
 
+def test_a_node_that_never_comes_is_named_and_no_process_of_the_training_began(tmp_path: Path) -> None:
+    task = NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path), join_s=1.0)
+    task.write()
+    printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
+    assert first.returncode == 1, printed
+    assert task.error.read_text().startswith("1 of 2 nodes have not joined within 1 s: 127.0.0.2; ")
+    assert "Traceback" not in printed
+    assert json.loads((tmp_path / "attempt-000.json").read_text())["worked_at"] is None
+
+
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path)).write()
@@ -124,7 +134,9 @@ def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     (secret,) = {place.secret for place in found}
     ports = found[0].ports
     assert all(20_000 <= port < 32_000 for port in ports), "outside the ports Linux gives to outgoing connections"
+    assert {(len(place.hosts), place.hosts[-1], place.join_s) for place in found} == {(NODES, "gpu-132", 600.0)}
     again = rendezvous(monkeypatch, task, restart=1)[0]
+    assert again.join_s == 0, "SLURM ends a job that has lost a node, and starts it again"
     assert again.secret != secret
     assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
     command = task.job(StepNode.of_this_process()).command()

@@ -292,7 +292,8 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
         ({"gpus_per_node": "", "gres": "gpu:a100:8,nvme:1", "nproc_per_node": 1}, {},
          f"{GPUS} 8 x a100 on each of 2: 0 have enough; {KEYS} gres, {OTHER}"),
         (CPU, {},
-         f"no  GPUs: cpu has none, requested: 4 x a100 on each of 1: 0 have enough; {KEYS} gpus_per_node, {OTHER}"),
+         f"no  GPUs: cpu has none, requested: 4 x a100 on each of 1: 0 have enough; {KEYS} gpus_per_node, {OTHER}, "
+         "or no GPUs and device: cpu"),
         ({"gpus_per_node": ""}, {}, "?   GPUs: nodes of gpu have 2 x a100 and 4 x a100, but none is requested; "
          f"{KEYS} gpus_per_node: a100:4, if the runs are to use them"),
         ({"nproc_per_node": 2}, {},
@@ -538,7 +539,8 @@ CLOCK = f"this machine, and Snakemake compares times of files; have it set, or {
          "?   GPUs: 4 x NVIDIA A100-SXM4-80GB and NVIDIA H100 on n1, n2: the slowest sets "
          f"the pace; {KEYS} constraint or gpus_per_node: one type"),
         ({"gpus": ["NVIDIA A100"]},
-         f"no  GPUs: n2 shows 1 to 4 processes; {KEYS} gpus_per_node: 4, or nproc_per_node: 1"),
+         f"no  GPUs: n2 shows 1 to 4 processes; {KEYS} gpus_per_node: 4, nproc_per_node: 1, or device: cpu"),
+        ({"gpus": []}, f"no  GPUs: n2 shows 0 to 4 processes; {KEYS} gpus_per_node: 4, or device: cpu"),
         ({"time": 1064.5}, f"?   clock: n2 is at least 63.0 s ahead of {CLOCK}"),
         ({"time": 995.5}, f"?   clock: n2 is at least 4.5 s behind {CLOCK}"),
     ],
@@ -704,7 +706,10 @@ set-resources:
 
 
 def test_each_stage_is_checked_against_its_partition(
-    preflight: Callable[..., Said], project: Path, commands: Callable[..., None]
+    preflight: Callable[..., Said],
+    project: Path,
+    commands: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("profiles/one").mkdir(parents=True)
     Path("profiles/one/config.yaml").write_text(STAGES)
@@ -738,3 +743,10 @@ def test_each_stage_is_checked_against_its_partition(
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 7 reasons")
+    monkeypatch.setattr(sys, "executable", "/my env/bin/python")
+    code, lines, last = preflight("profiles/one", "--no-job")
+    assert (
+        "no  stages' Python: /my env/bin/python: a job of a stage cannot start a Python whose path has spaces"
+        in "".join(lines)
+    )
+    assert (code, last) == (2, "cellmill preflight: no go: 8 reasons")

@@ -174,13 +174,35 @@ def test_a_failed_collective_is_the_reason_if_no_process_knew_more(scripted: Scr
     assert scripted.capsys.readouterr().out.count(f"{line}\n") == 2
 
 
+def test_the_signal_that_killed_a_rank_is_the_reason_before_the_collective_that_it_broke(scripted: Scripted) -> None:
+    killed = "rank 3 on node2 ended with signal SIGKILL"
+    jobs = str(scripted.train / "jobs")
+    code = f"for job in Path({jobs!r}).glob('*'):\n    (job / '7_0_log.out').touch()\n"
+    code += "    (job / 'connection.txt').write_text('rank 0 on node1: all_reduce failed: closed')\n"
+    scripted.hook("sbatch", f"{code}    (job / '7_1_log.out').write_text({killed!r})")
+    error = scripted.refused(*[listed("FAILED"), NONE, NONE] * 3)
+    assert error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with FAILED: {killed}"
+
+
+def test_a_short_limit_is_not_blamed_if_no_process_of_the_training_began(scripted: Scripted) -> None:
+    start = {"started_at": 1.0, "seen_at": 301.0, "ended_at": None, "worked_at": None}
+    leaving(scripted, "attempt-000.json", json.dumps(start))
+    scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
+    error = scripted.refused(*[listed("TIMEOUT"), NONE, NONE] * 3)
+    log = scripted.train / "jobs" / "003" / "7_0_log.out"
+    assert error == (
+        "3 jobs in a row ended without a new checkpoint; job 7 ended with TIMEOUT before any process of the training "
+        f"began, log: {log}"
+    )
+
+
 @pytest.mark.parametrize("holder", ["6", "7"])
 def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_ended(
     scripted: Scripted, holder: str
 ) -> None:
     own, scripted.machine = claim(scripted.train, holder), scripted.machine.model_copy(update={"max_jobs": 2})
     folder, name = Jobs(scripted.train).new()
-    JobRecord.of(scripted.machine, folder, holder, name).now("FAILED", ended=True)
+    JobRecord.of(scripted.machine, folder, holder, name).write_state("FAILED", ended=True)
     (folder / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
     first, last = ("an earlier start of job 7", "this start") if holder == "7" else ("job 6", "job 7")
     leaving(scripted, "7_0_log.out", f"{BEGINS}\n{first} is training in {scripted.train}; {last} ends\n")
@@ -195,8 +217,8 @@ def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_en
     launcher.folder.state = state
     launcher.run(lambda folder: Job("some.module", [str(folder)], 1, 1))
     line = (
-        f"job {holder} still trains on node3, which SLURM may have lost; another job is submitted once it has ended; "
-        f"to let it save and end, run there: `pkill -f {scripted.train}`\n"
+        f"job {holder} still trains on node3, which SLURM may have lost; to let it save and end, run there: "
+        f"`pkill -f {scripted.train}`; another job is submitted once it has ended\n"
     )
     assert scripted.capsys.readouterr().out.count(line) == 1
     lines = calls.read_text().splitlines()
@@ -280,7 +302,7 @@ def recorded(scripted: Scripted) -> JobRecord:
     """Job 7, recorded as running and known to squeue by its name."""
     folder, name = Jobs(scripted.train).new()
     (scripted.fake / "name").write_text(name)
-    return JobRecord.of(scripted.machine, folder, "7", name).now("RUNNING")
+    return JobRecord.of(scripted.machine, folder, "7", name).write_state("RUNNING")
 
 
 def test_a_job_for_another_machine_is_followed_with_a_warning(done: Scripted) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import QueuedJob, StageWatch, reasons_of_failed, stage_jobs, waiting_lines
+from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_jobs, waiting_lines
 from cellmill.runs.jobs import JobRecord, Jobs, JobState
+from cellmill.runs.lock import claim
 
 HOLD = """
 import sys, time
@@ -148,6 +149,19 @@ def test_the_table_says_where_each_run_stands(
         "43|RUNNING|None|node3|somebody's own",
     )
     assert "\n" + status(results, capsys) == TABLE
+    lost = claim(failed.path.parents[1], "77")  # of its first start
+    os.utime(lost.file, (time.time() - 9, time.time() - 9))
+    (failed.path / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
+    assert "\n" + status(results, capsys) == TABLE, "the claim is older than the end of the job"
+    os.utime(lost.file, (time.time() + 1, time.time() + 1))
+    line = (
+        f"job 77 still trains on node3, which SLURM may have lost; to let it save and end, run there: `pkill -f "
+        f"{failed.path.parents[1]}`\n"
+    )
+    assert "h-failed     running " in (shown := status(results, capsys))
+    assert shown.endswith(f"h-failed: {line}")
+    code, _, error = cli(results, capsys, "cancel", "h-failed")
+    assert (code, error) == (2, f"cellmill cancel: {line}")
 
 
 def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,6 +295,7 @@ f-waits      queued                  -         -  41   PENDING (Resources)      
 g-on         running           300/600     0.125  42   RUNNING                30 s      -  2 min ago
 h-failed     failed                  -         -  77   FAILED                    -      -          -
 i-cancelled  stopped                 -         -  78   CANCELLED                 -      -          -
+f-waits: job 41: PENDING (Resources): it starts as soon as enough nodes are free
 """
 
 
@@ -300,7 +315,7 @@ def test_status_names_the_stages_of_this_workflow_that_wait(results: Path, capsy
     assert status(results, capsys).splitlines()[2:] == [
         "stage embed: 2 jobs (7, 8): PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
         "lower it in the profile",
-        "stage vocabulary: job 9: PENDING (Priority)",
+        "stage vocabulary: job 9: PENDING (Priority): jobs of higher priority come first",
     ]
     assert [job.name for job in stage_jobs(here)] == ["embed", "embed", "vocabulary", "shard"]
 
@@ -315,16 +330,41 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     watch.look(jobs(("7", "Priority")))
     assert said == [], "a job that has just been submitted"
     watch.look(jobs(("7", "Priority"), ("8", "Priority")))
-    assert said == ["stage embed: job 7: PENDING (Priority)"]
+    priority = "PENDING (Priority): jobs of higher priority come first"
+    assert said == [f"stage embed: job 7: {priority}"]
     watch.look(jobs(("7", "Priority"), ("8", "Priority")))
     watch.look(jobs(("7", "Priority"), ("8", "AssocGrpGRES")))
-    assert said[1:] == ["stage embed: job 8: PENDING (AssocGrpGRES)"]
+    assert [line.partition("):")[0] for line in said[1:]] == ["stage embed: job 8: PENDING (AssocGrpGRES"]
     watch.look([])
     watch.look(jobs(("9", "Priority")))
     watch.look(jobs(("9", "Priority")))
-    assert said[2:] == ["stage embed: job 9: PENDING (Priority)"]
+    assert said[2:] == [f"stage embed: job 9: {priority}"]
     many = jobs(*((str(number), "Resources") for number in range(20, 29)))
-    assert waiting_lines(many) == ["stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources)"]
+    line = (
+        "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as soon as enough nodes are free"
+    )
+    assert waiting_lines(many) == [line]
+
+
+LIMIT, REQUEST, SPENT = "a limit of yours, ", "a job may not request this: ", "the time that was granted is used up: "
+
+
+@pytest.mark.parametrize(
+    ("reason", "begins"),
+    [
+        *((reason, LIMIT) for reason in (
+            "QOSMaxJobsPerUserLimit", "QOSMaxGRESPerUser", "QOSMaxCpuPerUserLimit", "QOSGrpNodeLimit", "QOSJobLimit",
+            "AssocMaxJobsLimit", "AssocGrpGRES", "AssocGrpCpuLimit", "MaxGRESPerAccount",
+        )),
+        *((reason, REQUEST) for reason in ("QOSMaxGRESPerJob", "AssocMaxNodePerJobLimit", "QOSMinGRES")),
+        *((reason, SPENT) for reason in ("AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes")),
+        ("QOSMaxWallDurationPerJobLimit", "runtime 5 min is more than the QOS allows"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "its nodes are down or reserved"),
+    ],
+)  # fmt: skip
+def test_every_reason_why_a_job_waits_has_a_sentence(reason: str, begins: str) -> None:
+    line = explained(JobState("PENDING", reason), runtime="runtime 5 min", nodes="2", job_id="7")
+    assert line.startswith(f"PENDING ({reason}): {begins}")
 
 
 SNAKEFILE = """

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -55,6 +56,13 @@ def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
         follower.stdin.write("\n")
         follower.stdin.flush()
         assert follower.stdout.readline() == "following\n"
+        follower.send_signal(signal.SIGSTOP)
+        stopped = f"busy process {follower.pid} .*, which is stopped: `kill -CONT {follower.pid}` continues it"
+        with pytest.raises(DataError, match=stopped), locked(tmp_path, "busy {holder}", wait_s=0.5, follows=True):
+            pass
+        pending = re.search(r"^ShdPnd:\s*0*$", Path(f"/proc/{follower.pid}/status").read_text(), re.MULTILINE)
+        assert pending is not None, "it would hand over once it continues, to nobody"
+        follower.send_signal(signal.SIGCONT)
         with locked(tmp_path, "busy", follows=True):
             pass
     assert follower.returncode == 0

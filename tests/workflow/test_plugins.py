@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
 ) -> None:
     done = snakemake(project, without_torch, "--dry-run")
     assert done.returncode == 0, done.stdout
+    words = [sys.executable, "-m", "cellmill.cli", "preprocess", "--help"]
+    text = subprocess.run(words, env=without_torch, capture_output=True, text=True).stdout
+    assert "also .gz), toy_table, or a URL" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

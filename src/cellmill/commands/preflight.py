@@ -40,7 +40,7 @@ from cellmill.preflight.checks import (
     ok,
 )
 from cellmill.preflight.nodes import NodeCheck
-from cellmill.preflight.profile import Profile, of_machine, read_profile, snakemake_finds
+from cellmill.preflight.profile import Profile, check_python, of_machine, read_profile, snakemake_finds
 from cellmill.preflight.site import ask_slurm
 
 CORPORA = Path("results/corpora")
@@ -99,6 +99,10 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             if not any("perturbation" in section.tasks for section in sections):
                 unused.add("predict_changes")
             show(check_slurm(ask, partial(check_stages, parsed, unused)))
+            try:
+                check_python(sys.executable)
+            except ConfigError as error:
+                show([no("stages' Python", str(error))])
         show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
     for name, job in jobs.items():
         show([job] if isinstance(job, Check) else job.run(), name)

@@ -21,7 +21,7 @@ from cellmill.config.parts.trackers import TrackerConfig
 from cellmill.config.plugin import by_name, in_one_line
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to_end, lost_start, save_job, say, settle
 from cellmill.launch.queue import Queue
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
@@ -107,6 +107,8 @@ def cancel(*, run: str, results: Path) -> None:
         ended, holder = _cancel_jobs(train), holder_of(train)
     if holder is not None and not ended:  # a training here, or a launcher that is about to submit
         ended = [_end_process(train, holder)]
+    if lost := lost_start(train):
+        raise UserError("; ".join([*ended, how_to_end(train, lost)]))
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
@@ -128,7 +130,7 @@ def _cancel_jobs(train: Path) -> list[str]:
             # a launcher that still follows records the end itself
             record = jobs.record(job.job_id, job.name) if _is_released(train, LAUNCHER_S) else None
             if record is not None and record.ended_at is None:
-                record.now(state.name, state.reason, ended=True)
+                record.write_state(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
 

@@ -22,6 +22,7 @@ from cellmill.config.load import read_yaml, with_sweeps
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError, did_you_mean
 from cellmill.files import read_json
+from cellmill.launch.follow import how_to_end, lost_start
 from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, waiting_lines
 from cellmill.runs.cost import read_local, span
 from cellmill.runs.folder import TrainFolder
@@ -146,6 +147,8 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
         "-" if age is None else f"{span(max(0.0, age))} ago",
     ]
     record = Jobs(train).newest()
+    if (slurm is None or not slurm.alive) and (lost := lost_start(train)):
+        return cells, f"{name}: {how_to_end(train, lost)}"
     if slurm is None or record is None or record.job_id != job_id:
         return cells, ""
     why = explained(slurm, **record.request)
@@ -184,6 +187,8 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
         return "running"
     if slurm is not None and slurm.alive:
         return "queued" if slurm.name in WAITING else "running"
+    if lost_start(train):
+        return "running"
     if holder is not None:
         return "queued"  # its launcher is about to submit the next job
     record, local = Jobs(train).newest(), read_local(train)

@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -75,6 +76,8 @@ class ClosedRendezvous(RendezvousHandler):
             port = Relay(node, None).start()
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         store.set(f"{NODES}/{node.node}", node_name())
+        if node.node == 0 and node.join_s:
+            wait_for_agents(node, store)
         address = RendezvousStoreInfo(LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, store), node.node, node.nodes, address)
 
@@ -108,6 +111,22 @@ class ClosedRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
+    """Wait until the agents of all nodes have joined; end this one with a line that names those that have not."""
+    began = time.monotonic()
+    while late := [host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])]:
+        if time.monotonic() - began >= node.join_s:
+            who = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
+            line = (
+                f"{len(late)} of {node.nodes} nodes have not joined within {node.join_s:g} s: {who}; their logs may "
+                "say why; to leave them out, set sbatch_options: exclude=NODE in the profile"
+            )
+            if os.environ[ERROR_FILE]:
+                write_text(Path(os.environ[ERROR_FILE]), line)
+            sys.exit(line)
+        time.sleep(0.2)
 
 
 def interface_between_nodes(first: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, explained
-from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, JobState
-from cellmill.runs.lock import living
+from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, Jobs, JobState
+from cellmill.runs.lock import claimant
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
@@ -36,6 +37,7 @@ class Tail:
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
     FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"  # before srun
     FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
+    KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # of the agent that saw it
     TO_SAVE = "^(SIGUSR2: saving)$"  # SLURM announced the end of the job, as it does before the time limit
 
     def __init__(self, path: Path, echo: bool = True) -> None:
@@ -129,7 +131,7 @@ class JobFollower:
     def _note(self, state: JobState, ended: bool) -> None:
         self.state = state
         if self.record is not None:
-            self.record = self.record.now(state.name, state.reason, ended)
+            self.record = self.record.write_state(state.name, state.reason, ended)
 
     def _poll(self) -> None:
         state = self.queue.state(self.job_id, self.name)
@@ -174,8 +176,27 @@ class JobFollower:
         """False while a job that SLURM does not list may live, as a controller in trouble answers with an empty list;
         starts the timer. It counts for a released claim too: a requeued job waits without one."""
         self._gone_since = self._gone_since or time.monotonic()
-        alive = self.record is not None and living(self.record.path.parents[1]) == self.job_id
+        alive = self.record is not None and claimant(self.record.path.parents[1]) == self.job_id
         return not alive and time.monotonic() - self._gone_since >= GONE_S
+
+
+def lost_start(train: Path) -> str:
+    """The job of a start that trains in `train` although its newest job has ended, as on a node that SLURM has lost;
+    otherwise empty."""
+    newest = Jobs(train).newest()
+    if newest is None or newest.ended_at is None:
+        return ""
+    return claimant(train, (newest.path / "job.json").stat().st_mtime_ns)
+
+
+def how_to_end(train: Path, job: str) -> str:
+    """A line about a start of job `job` that SLURM may have lost: where it trains, and what ends it."""
+    records = [each for each in Jobs(train).all() if each.job_id == job]
+    hosts = [host for each in records for start in each.attempts()[-1:] for host in start["hosts"]]
+    return (
+        f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; to let it save and end, "
+        f"run there: `pkill -f {shlex.quote(str(train))}`"
+    )
 
 
 def save_job(

@@ -38,6 +38,7 @@ class Job:
     max_restarts: int = 0  # restarts of all processes after one was lost; see `Restarts`
     error_file: str = ""  # file for the line of a process that knows why it failed
     state_file: str = ""  # JSON file whose `step` is the step that the latest start resumed from
+    join_s: float = 600.0  # how long the first node of a cluster job waits for the others, as torchrun
     cores: int = 0
     """CPU cores that the processes of a node share; 0 for all that this process may use."""
 

@@ -71,6 +71,7 @@ class NodeTask:
     folder: str  # for attempt files and the error, shared by all nodes
     max_restarts: int = 0
     state_file: str = ""
+    join_s: float = 0.0
 
     @classmethod
     def of(cls, job: Job, machine: Machine, folder: Path) -> NodeTask:
@@ -85,6 +86,7 @@ class NodeTask:
             folder=str(folder.resolve()),
             max_restarts=job.max_restarts,
             state_file=job.state_file,
+            join_s=job.join_s,
         )
 
     @property
@@ -147,7 +149,10 @@ class NodeTask:
                     # NCCL may not notice that processes of another node have died, and wait for them
                     signal_all([*workers, agent.pid], signal.SIGKILL)
                     continue
-                worked = worked or bool(workers)
+                if workers and not worked:
+                    worked = True
+                    if attempt is not None:
+                        attempt.note(worked_at=time.time())
                 if restart and stop.received and not worked:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
                 if stop.received:
@@ -167,7 +172,8 @@ class NodeTask:
     def environment(self, node: StepNode, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
         start = secret_of_start(self.secret, f"{requeues()}-{restart}")
-        place = Rendezvous(start, node.rank, len(node.hosts), node.hosts[0])
+        hosts, join_s = node.hosts, 0.0 if restart else self.join_s  # SLURM ends a job that has lost a node
+        place = Rendezvous(start, node.rank, len(hosts), hosts[0], tuple(hosts), join_s)
         interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         variables = agent_environment(self.nproc_per_node, 0, str(self.error))
         return variables | place.environment() | (interface if self.interface else {})
@@ -197,6 +203,7 @@ class Attempt:
             "job_id": node.job_id,
             "started_at": time.time(),
             "seen_at": None,
+            "worked_at": None,
             "ended_at": None,
             "hosts": node.hosts,
             "processes": nodes * task.nproc_per_node,
@@ -263,7 +270,7 @@ def run_here(
     folder, name = Jobs(train).new()
     task = NodeTask.of(job(folder), machine, folder).write()
     here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
-    record = JobRecord.of(here, folder, job_id, name).now("RUNNING")
+    record = JobRecord.of(here, folder, job_id, name).write_state("RUNNING")
     srun = [
         "srun",
         f"--nodes={machine.nodes}",
@@ -289,7 +296,7 @@ def run_here(
     except UserError:
         step.terminate()
         raise
-    record.now("COMPLETED" if code == 0 else "FAILED", ended=True)
+    record.write_state("COMPLETED" if code == 0 else "FAILED", ended=True)
     return code, folder
 
 

@@ -35,8 +35,15 @@ REMEDIES = {
     "DependencyNeverSatisfied": "it will never start: cancel it",
     "InvalidAccount": "slurm_account is not valid: change it in the profile",
     "InvalidQOS": "qos is not valid: change it in the profile",
+    "Priority": "jobs of higher priority come first",
+    "Resources": "it starts as soon as enough nodes are free",
+    r"(QOS|Assoc)Grp\w*Minutes\w*": "the time that was granted is used up: change slurm_account or qos in the profile",
+    r"(QOS|Assoc)(Max\w*PerJob|Min)\w*": "a job may not request this: change the request, or qos, in the profile",
+    r"(QOS|Assoc)(Max|Grp|Job)\w*|Max\w*PerAccount": "a limit of yours, the account or the QOS is reached: it starts "
+    "once other jobs have ended, or with another qos in the profile",
 }
-"""By SLURM's reason why a job is pending: what to do, where it does not only have to wait."""
+"""By SLURM's reason why a job is pending, a regular expression of which the first counts: what it waits for, or what to
+do."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +131,10 @@ def parse(answer: str) -> list[QueuedJob]:
 
 
 def explained(state: JobState, **request: str) -> str:
-    """The state with its reason and, for a pending job that does not only have to wait, what to do. `request` has
-    `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`)."""
-    remedy = REMEDIES.get(state.reason.split(",")[0].replace("_", " ")) if state.name == "PENDING" else None
+    """The state with its reason and, for a pending job, what it waits for or what to do. `request` has `runtime`,
+    `nodes` and `job_id` as they are named to the user (`JobRecord.request`)."""
+    reason = state.reason.split(",")[0].replace("_", " ") if state.name == "PENDING" else ""
+    remedy = next((text for pattern, text in REMEDIES.items() if re.fullmatch(pattern, reason)), None)
     return f"{state.text}: {remedy.format(**request)}" if remedy else state.text
 
 

@@ -58,6 +58,8 @@ class Rendezvous:
     node: int
     nodes: int
     host: str  # the first node
+    hosts: tuple[str, ...] = ()  # names of all nodes, for messages
+    join_s: float = 0.0  # how long the first node waits for the agents of the others; 0: until torchrun gives up
 
     @classmethod
     def from_environment(cls) -> "Rendezvous":

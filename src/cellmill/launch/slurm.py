@@ -8,7 +8,6 @@ most or all of their time starting are reported: their time limit is too short.
 """
 
 import math
-import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,14 +16,14 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, save_job, say, settle
+from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to_end, save_job, say, settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import SlurmJobs
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import CANCELLED, CONNECTION, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs, error_line
-from cellmill.runs.lock import FolderDeleted, FolderWatch, living
+from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
 from cellmill.runs.progress import training_seconds
 
 SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
@@ -58,7 +57,7 @@ class ShortJobs:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
         timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
         trained_s, announced = (after_s or 0.0) - self._before_s, was_to_save and ended.state != "PREEMPTED"
-        if not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
+        if ended.worked and not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
             took_s = limit_s if timeout else elapsed_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
@@ -118,7 +117,7 @@ class SlurmLauncher:
             state = self.slurm.queue.state(newest.job_id, newest.name)
             if state.alive or state.name in (UNKNOWN, GONE):  # it may still run: its follower waits until SLURM is sure
                 return newest
-            newest.now(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
+            newest.write_state(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
@@ -151,7 +150,7 @@ class SlurmLauncher:
                 if self.folder.state() == "done":
                     return
                 why, log = self._why_another(ended), Tail(ended.log)
-                if why == log.last(Tail.REFUSED):
+                if log.last(Tail.REFUSED):
                     record = self._after_claim()
                     if self.folder.state() == "done":
                         return
@@ -160,7 +159,7 @@ class SlurmLauncher:
                 too_short = short.line(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE)))
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
-                    advice = "" if ended.state == "FAILED" else TOO_SHORT
+                    advice = TOO_SHORT if ended.worked and ended.state != "FAILED" else ""
                     raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
                 if too_short:
@@ -175,17 +174,11 @@ class SlurmLauncher:
         """Wait until no job claims the run, or until SLURM has one of it; return that one's record."""
         warned = False
         while (record := self.slurm.find()) is None:
-            job = living(self.folder.path)
+            job = claimant(self.folder.path)
             if not job or self.folder.state() == "done":
                 break
             if not warned:
-                records = [each for each in self.slurm.jobs.all() if each.job_id == job]
-                hosts = [host for each in records for start in each.attempts()[-1:] for host in start["hosts"]]
-                say(
-                    f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; another job "
-                    "is submitted once it has ended; to let it save and end, run there: "
-                    f"`pkill -f {shlex.quote(str(self.folder.path))}`"
-                )
+                say(f"{how_to_end(self.folder.path, job)}; another job is submitted once it has ended")
                 warned = True
             self.watch.check()
             self.slurm.pause(self.machine.poll_s)
@@ -215,7 +208,7 @@ class SlurmLauncher:
         """Cancel the job or leave it, as requested. Raises Stopped."""
         job_id = record.job_id
         if requests.first == "hand over":
-            raise Stopped(f"job {job_id} is now followed by another process")
+            raise Stopped(f"job {job_id} was left to another process; run the same command to follow it again")
         if requests.first == "detach" or self.machine.on_interrupt == "detach":
             raise Stopped(
                 f"job {job_id} goes on without this process; run the same command to follow it again, "
@@ -257,13 +250,15 @@ class SlurmLauncher:
                 f"{self.folder.path}: no space left ({free} bytes); make room and run the same command {where}"
             )
         if ended.state in INFRASTRUCTURE:
-            return f"job {ended.job_id} ended with {ended.state}"
+            before = "" if ended.worked else f" before any process of the training began, log: {ended.log}"
+            return f"job {ended.job_id} ended with {ended.state}{before}"
         if ended.state != "FAILED":
             raise UserError(f"the job ended with {ended.state} before the training was done {where}")
         if not ended.log.exists():
             return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
-        if connection := error_line(ended.path, CONNECTION):
-            return f"job {ended.job_id} ended with FAILED: {connection}"
+        killed = [Tail(each).last(Tail.KILLED) for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))]
+        if first := next(filter(None, killed), None) or error_line(ended.path, CONNECTION):  # the signal is the cause
+            return f"job {ended.job_id} ended with FAILED: {first}"
         if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
         return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"

@@ -139,7 +139,8 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
         have = f"nodes of {name} have {' and '.join(there)}" if there else f"{name} has none"
         text = f"{have}, requested: {gpus_text(machine.gpus_by_type)} on each of {machine.nodes}: {enough} have enough"
         key = "gpus_per_node" if machine.gpus_per_node else "gres"
-        yield judged(enough >= fewest, "GPUs", text, f"{TRAIN} {key}, or another slurm_partition")
+        remedy = f"{TRAIN} {key}, or another slurm_partition{'' if there else ', or no GPUs and device: cpu'}"
+        yield judged(enough >= fewest, "GPUs", text, remedy)
     elif there:
         of_type, number = min(next(node.gpus for node in up if node.gpus).items())
         remedy = f"{TRAIN} gpus_per_node: {f'{of_type}:' if of_type else ''}{number}, if the runs are to use them"

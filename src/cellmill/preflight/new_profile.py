@@ -297,7 +297,8 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     return Site(
         head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
         f"`cellmill profiles new {name}`\n# from the answers of sinfo, scontrol and sacctmgr, named in brackets. "
-        f"`cellmill preflight --profile {name}` checks it.",
+        f"`cellmill preflight --profile {name}` checks "
+        "it;\n# profiles/README.md explains each key, which is an option of `snakemake`.",
         machine=machine,
         device=device,
         stages=stages,

@@ -130,10 +130,11 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     for node in nodes:
         shown, host = len(node["gpus"]), node["host"]
         if shown < machine.nproc_per_node and node["cuda"] is None:
-            remedy = f"install a build with CUDA, or {TRAIN} modules or container with one"
+            remedy = f"install a build with CUDA, or {TRAIN} modules or container with one, or device: cpu"
             return no("GPUs", f"torch {node['torch']} on {host} is built without CUDA", remedy)
         if shown < machine.nproc_per_node:
-            remedy = f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, or nproc_per_node: {shown or 1}"
+            fewer = f"nproc_per_node: {shown}, " if shown else ""
+            remedy = f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, {fewer}or device: cpu"
             return no("GPUs", f"{host} shows {shown} to {machine.nproc_per_node} processes", remedy)
     products = sorted({name for node in nodes for name in node["gpus"]})
     text = f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"

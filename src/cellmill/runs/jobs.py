@@ -27,6 +27,7 @@ import re
 import secrets
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -223,12 +224,19 @@ class JobRecord:
         """Contents of its attempt files, oldest first."""
         return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]
 
+    @property
+    def worked(self) -> bool:
+        """False if its last start began no process of the training, as a node did not join."""
+        with suppress(DataError):
+            return all(start.get("worked_at", start["started_at"]) for start in self.attempts()[-1:])
+        return True
+
     def write(self) -> JobRecord:
         """Write job.json; return the record."""
         write_json(self.path / "job.json", self.value())
         return self
 
-    def now(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
+    def write_state(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
         """The record with a new state, written if the disk has room."""
         record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
         write_if_room(self.path / "job.json", record.value())

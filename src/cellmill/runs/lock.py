@@ -59,7 +59,15 @@ class Holder:
     @property
     def text(self) -> str:
         """Process, user and host, for messages."""
-        return f"process {self.pid} of {self.user} on {self.host}" if self.pid else "an unknown process"
+        stopped = f", which is stopped: `kill -CONT {self.pid}` continues it" if self._status("State") == "T" else ""
+        return f"process {self.pid} of {self.user} on {self.host}{stopped}" if self.pid else "an unknown process"
+
+    def _status(self, key: str) -> str:
+        """First word that the kernel of this host says of the process; empty if it cannot be read."""
+        with suppress(OSError):
+            text = Path(f"/proc/{self.pid}/status").read_text() if self.host == os.uname().nodename else ""
+            return "".join(re.findall(rf"^{key}:\s*(\w+)", text, re.MULTILINE))
+        return ""
 
     def holds(self, lock: Path) -> bool:
         """True if the process is on this host and has the lock file open; its pid alone may have been reused."""
@@ -69,11 +77,10 @@ class Holder:
         return False
 
     def hands_over(self, lock: Path) -> bool:
-        """True if it holds the lock and has a handler of SIGUSR1, which would end it while it starts."""
-        with suppress(OSError):
-            caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-            return self.holds(lock) and caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
-        return False
+        """True if it holds the lock, has a handler of SIGUSR1, which would end it while it starts, and is not stopped:
+        it would find the signal when it continues, though nobody waits for the lock any more."""
+        handles = int(self._status("SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1
+        return bool(handles) and self._status("State") != "T" and self.holds(lock)
 
 
 @contextmanager
@@ -182,11 +189,12 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
         return Claim(own, job)
 
 
-def living(folder: Path) -> str:
-    """The job that claimed `folder` last, if it still renews its claim; otherwise empty."""
+def claimant(folder: Path, after_ns: int = 0) -> str:
+    """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`, a modification
+    time of the same file system; otherwise empty."""
     newest = _newest(folder / "claims")
     sign = None if newest is None else _last_sign(newest)
-    if newest is None or sign is None or sign[1] >= LEASE_S:
+    if newest is None or sign is None or sign[1] >= LEASE_S or sign[0] <= after_ns:
         return ""
     job, released = _read(newest)
     return "" if released else job

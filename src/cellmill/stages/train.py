@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
 from cellmill.launch.job import Job
 from cellmill.launch.node import run_here
+from cellmill.launch.rendezvous import REACH_S
 from cellmill.launch.slurm import SlurmLauncher
 from cellmill.planner.inputs import (
     check_genes,
@@ -100,11 +102,12 @@ def train(
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
+        job = partial(_job, folder, machine, max(REACH_S, options.train.timeout_s))
         with followed(folder.path, options.track), accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
-                launcher.run(partial(_job, folder, machine))
+                launcher.run(job)
             else:
-                _run_here(folder, machine, lock)
+                _run_here(folder, machine, lock, job)
 
 
 def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[str]:
@@ -113,7 +116,7 @@ def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[st
     return sorted({*objective.supervised_by, *earlier})
 
 
-def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
+def _job(folder: TrainFolder, machine: Machine, join_s: float, error_folder: Path) -> Job:
     """The processes of the training; error.txt goes to `error_folder`."""
     error = str(error_folder / "error.txt")
     return Job(
@@ -124,6 +127,7 @@ def _job(folder: TrainFolder, machine: Machine, error_folder: Path) -> Job:
         cores=machine.cpus_per_task if machine.launcher == "local" else 0,
         max_restarts=machine.max_restarts,
         error_file=error,
+        join_s=join_s,
         state_file=str(folder.path.resolve() / "state.json"),
     )
 
@@ -153,12 +157,11 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
     return True
 
 
-def _run_here(folder: TrainFolder, machine: Machine, lock: int) -> None:
+def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[Path], Job]) -> None:
     """Train on this machine, or in the allocation this process is in, until the run is done. Raises Stopped if it was
     stopped and saved, UserError if a process failed."""
     watch = FolderWatch(folder.path)
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
-        job = partial(_job, folder, machine)
         code, files = run_here(job, machine, folder.path, lock, watch.check, scratch=Path(scratch))
         watch.wait()
         if (error := files / "error.txt").exists():

@@ -182,9 +182,11 @@ class HangWatch:
                 store.set(str(rank), json.dumps(asdict(mine)))
                 stalled = stalled + 1 if mine.passed == passed else 0
                 passed = mine.passed
-                limit = TICKS * (1 if self.warm else START_FACTOR)
-                if not self._has_joined:
-                    limit = round(TICKS * max(1.0, JOIN_S / timeout_s))
+                limit, source = TICKS, "train.timeout_s"
+                if not self._has_joined and timeout_s < JOIN_S:
+                    limit, source = round(TICKS * JOIN_S / timeout_s), "the least time to join"
+                elif self._has_joined and not self.warm:
+                    limit, source = TICKS * START_FACTOR, f"{START_FACTOR} x train.timeout_s until the first steps"
                 if stalled == limit // 2:
                     earlier = positions()
                 if stalled > limit:
@@ -197,19 +199,19 @@ class HangWatch:
                     silent = [other for other, position in enumerate(now) if position is None][:8]
                     keys = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
                     hosts = {other: agent.get(key).decode() for other, key in keys.items() if agent.check([key])}
-                    end(hang_line(earlier, now, timeout_s * limit / TICKS, hosts))
+                    end(hang_line(earlier, now, f"{timeout_s * limit / TICKS:g} s ({source})", hosts))
                     return
         except dist.DistError:  # the agent is gone, and is ending this process
             return
 
 
 def hang_line(
-    earlier: list[Position | None], now: list[Position | None], waited_s: float, hosts: Mapping[int, str] | None = None
+    earlier: list[Position | None], now: list[Position | None], waited: str, hosts: Mapping[int, str] | None = None
 ) -> str:
     """Return the line that names the ranks for which the others wait.
 
-    `earlier` and `now` are positions by rank, `waited_s` / 2 apart; None for a rank that never published one, whose
-    node may be in `hosts`.
+    `earlier` and `now` are positions by rank, half of the time `waited` apart; None for a rank that never published
+    one, whose node may be in `hosts`.
     """
     known = {rank: position for rank, position in enumerate(now) if position is not None}
     furthest, hindmost = (most(known.values(), key=lambda position: position.passed) for most in (max, min))
@@ -217,7 +219,6 @@ def hang_line(
         rank for rank, (a, b) in enumerate(zip(earlier, now)) if b is None or (a is not None and a.tick == b.tick)
     ]
     behind = [rank for rank, position in known.items() if hindmost.passed == position.passed < furthest.passed]
-    waited = f"{waited_s:g} s (train.timeout_s)"
     if len(now) == 1:
         return f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}; its stack is in the log"
     if not (hung := silent or behind):

@@ -116,9 +116,12 @@ class NodeGpus:
 
     def __str__(self) -> str:
         build = f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
-        return (
-            f"{self.host} shows {self.gpus} GPUs ({build}, {f'driver {self.driver}' if self.driver else 'no driver'})"
-        )
+        driver = f"driver {self.driver}" if self.driver else "no driver"
+        return f"{self.host} shows {gpus(self.gpus)} ({build}, {driver})"
+
+
+def gpus(number: int) -> str:
+    return f"{number} GPU{'' if number == 1 else 's'}"
 
 
 def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
@@ -130,7 +133,7 @@ def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
     first, *more = [node for node in nodes if node.gpus < local_world]
     also = f", and {len(more)} more nodes like it ({', '.join(node.host for node in more[:8])})" if more else ""
     raise UserError(
-        f"expected {local_world} GPUs per node, one per process, but {first}{also}; correct gpus_per_node, "
+        f"expected {gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
         "nproc_per_node or the node's torch and driver, or set device: cpu in the profile (set-resources: train) "
         "to train on CPU cores"
     )
