@@ -3,25 +3,33 @@
 Every output of the workflow is written through here, so a killed process, a full disk or a lost node leaves the old
 file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete. The
 temporary file of a killed process is removed by the next one that writes the same file.
+
+`progress` shows how far the loop of a stage is; in a log its last line also says so to `cellmill status`.
 """
 
 import errno
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
+from typing import Any, TextIO, TypeVar
 
 from cellmill.errors import DataError
+
+T = TypeVar("T")
 
 SPECIAL_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
@@ -184,3 +192,73 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def span(seconds: float) -> str:
+    """A duration in its largest unit: 40 s, 12 min, 3.5 h, 2.1 days."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+QUIET_S, EVERY_S, REDRAW_S = 5.0, 30.0, 0.2
+PROGRESS = re.compile(r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?")
+"""A line of `progress`."""
+
+
+def progress(
+    items: Iterable[T],
+    what: str,
+    total: float,
+    unit: str = "cells",
+    size: Callable[[T], float] = lambda item: getattr(item, "shape", (1,))[0],
+    now: Callable[[T], str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    out: TextIO | None = None,
+) -> Iterator[T]:
+    """Yield `items`, and show on `out`, stderr unless given, how much of `total` is done: nothing in the first 5 s.
+
+    On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows of a block, else 1)
+    when the next one is wanted. `now` names the one at work, also while it takes long. Of a training's processes only
+    rank 0 shows anything.
+    """
+    out, done, began, named, ended = out or sys.stderr, 0.0, clock(), "", Event()
+    bar, due, drawn = out.isatty(), began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf), False
+
+    def show_if_due() -> None:
+        nonlocal due, drawn
+        if (at := clock()) < due:
+            return
+        due, rate = at + (REDRAW_S if bar else EVERY_S), done / (at - began)
+        if bar:  # imported late: it takes 0.1 s
+            meter, columns = import_module("tqdm").tqdm.format_meter, shutil.get_terminal_size().columns
+            units, drawn = {"unit": f" {unit}", "unit_scale": True}, True
+            out.write("\r" + meter(done, total, at - began, ncols=columns - 1, prefix=what + named, **units))
+        else:
+            speed = f", {rate:,.0f} {unit}/s" if rate >= 1 else ""
+            left = f", {span(max(0.0, total - done) / rate)} left" if done else ""
+            share = f"{done:,.0f} of {total:,.0f} {unit} ({done / max(total, done, 1):.0%})"
+            out.write(f"{what}: {share}{speed}{left}{named}\n")
+        out.flush()
+
+    def beat() -> None:
+        while not ended.wait(QUIET_S):
+            show_if_due()
+
+    if now is not None:
+        Thread(target=beat, daemon=True).start()
+    try:
+        for item in items:
+            named = f", now {now(item)}" if now is not None else ""
+            show_if_due()
+            yield item
+            done += size(item)
+    finally:
+        ended.set()
+        if drawn:
+            out.write("\r\x1b[K")  # clears the bar
+            out.flush()

@@ -13,7 +13,8 @@ import pytest
 from cellmill.config.machine import Machine
 from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
-from cellmill.runs.cost import cost, local_start, sentence, span, visible_gpus, write_cost
+from cellmill.files import span
+from cellmill.runs.cost import cost, local_start, sentence, visible_gpus, write_cost
 from cellmill.runs.jobs import JobRecord
 from cellmill.runs.progress import training_seconds
 from cellmill.stages import report

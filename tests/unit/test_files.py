@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -11,15 +12,20 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cellmill.errors import DataError
 from cellmill.files import (
+    PROGRESS,
     atomic_path,
     digest,
     named_errors,
+    progress,
     read_json,
     remove_incomplete,
     sha256_file,
@@ -218,3 +224,65 @@ def test_digests_depend_on_bytes_and_not_on_the_order_of_keys(tmp_path: Path) ->
     assert sha256_file(tmp_path / "file") == hashlib.sha256(b"cells" * 100_000).hexdigest()
     assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
     assert digest({"b": [1, 2]}) != digest({"b": [2, 1]})
+
+
+class Clock:
+    """Seconds since 0, which the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: Any) -> list[str]:
+    """Lines of `progress` over blocks of `rows` cells, each of which takes its seconds."""
+    clock, blocks = Clock(), [np.empty((rows, 2)) for _ in seconds]
+    for took, _ in zip(
+        seconds, progress(blocks, "preprocess kang", rows * len(blocks), clock=clock, out=out, **options)
+    ):
+        clock.now += took
+    return out.getvalue().splitlines()
+
+
+def test_a_log_gets_a_line_after_5_s_and_then_every_30_s() -> None:
+    assert shown(io.StringIO(), [2.5] * 20) == [
+        "preprocess kang: 2,000 of 20,000 cells (10%), 400 cells/s, 45 s left",
+        "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left",
+    ]
+    slow = shown(io.StringIO(), [3000.0] * 3, rows=1, unit="tasks", now=lambda block: "annotate")
+    assert slow == [
+        "preprocess kang: 1 of 3 tasks (33%), 1.7 h left, now annotate",
+        "preprocess kang: 2 of 3 tasks (67%), 50 min left, now annotate",
+    ]
+    assert all(PROGRESS.fullmatch(line) for line in [*slow, *shown(io.StringIO(), [6.0, 6.0])])
+
+
+def test_a_stage_under_5_s_and_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(io.StringIO(), [0.5] * 9) == []
+    monkeypatch.setenv("RANK", "1")
+    assert shown(io.StringIO(), [2.5] * 20) == []
+
+
+def test_a_terminal_gets_a_bar_that_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    assert not shown(out, [1.0] * 4)
+    shown(out, [5.0] * 3)
+    first, second, cleared = out.getvalue().split("\r")[1:]
+    assert first == "preprocess kang:  33%|█████▋           | 1.00k/3.00k [00:05<00:10, 200 cells/s]"
+    assert second == "preprocess kang:  67%|███████████▎     | 2.00k/3.00k [00:10<00:05, 200 cells/s]"
+    assert cleared == "\x1b[K"
+
+
+def test_a_long_item_is_named_while_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellmill.files.QUIET_S", 0.01)
+    out, waits = io.StringIO(), Event()
+    for _ in progress(["umap"], "evaluate kang", 1, "tasks", now=str, out=out):
+        for _ in range(1000):
+            if out.getvalue():
+                break
+            waits.wait(0.01)
+    assert out.getvalue() == "evaluate kang: 0 of 1 tasks (0%), now umap\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -404,3 +405,22 @@ def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_sl
     assert reasons_of_failed(str(tmp_path / "log")) == [f"{slurm}: slurm_script: 4: python: not found"]
     stage.write_text("cellmill embed: no cells\nbye\n")
     assert reasons_of_failed([str(tmp_path / "log")]) == ["cellmill embed: no cells"]
+
+
+def test_stages_that_run_say_how_far_they_are(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left"
+    logs = {
+        "preprocess/c.kang.log": f"a warning\n{line}\n".encode(),
+        "preprocess/c.done.log": f"{line}\nkang: 20,000 of 20,000 cells, 9 of 9 genes -> kang.h5ad\n".encode(),
+        "shard/damaged.log": b"\xff\xfe shard: 1 of",
+        "shard/empty.log": b"",
+        "embed/killed.log": line.encode(),
+    }
+    for name, content in logs.items():
+        (path := results.parent / "logs" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    os.utime(results.parent / "logs/embed/killed.log", (time.time() - 600, time.time() - 600))
+    os.utime(results.parent / "logs/preprocess/c.kang.log", (time.time() - 20, time.time() - 20))
+    head, stages = status(results, capsys).splitlines()
+    assert head == f"{results / 'runs'}: no run yet"
+    assert re.fullmatch(rf"{re.escape(line)} \(2\d s ago\)", stages)

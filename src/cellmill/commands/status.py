@@ -1,7 +1,7 @@
 """Commands that show runs: status once, watch live. Both need neither SLURM nor torch, and change no file.
 
-    status   the state of each run in one table, and the stages that wait in the queue; reads small files, and asks
-             squeue once for runs and once for stages
+    status   the state of each run in one table, the stages that wait in the queue, and how far the others are by their
+             logs; reads small files, and asks squeue once for runs and once for stages
     watch    one run from its files: loss, effective rank, throughput, waiting for data, time left
 
 A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed. On a terminal `watch`
@@ -21,10 +21,10 @@ from typing import Any, TextIO
 from cellmill.config.load import read_yaml, with_sweeps
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError, did_you_mean
-from cellmill.files import read_json
+from cellmill.files import PROGRESS, read_json, span
 from cellmill.launch.follow import how_to_end, lost_start
 from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, waiting_lines
-from cellmill.runs.cost import read_local, span
+from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import GONE, UNKNOWN, CommandError, Jobs, JobState
 from cellmill.runs.lock import Holder, holder_of
@@ -74,6 +74,7 @@ WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", 
 STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
 """End states after which the same command resumes."""
 POLL_S = 1.0
+STALE_S = 300.0  # age of a log whose stage is taken for dead: ten times that between two lines of progress
 KILLED = "stopped (killed)"  # on this machine, without a chance to save: it resumes from its last checkpoint
 
 
@@ -83,6 +84,7 @@ def status(*, runs: list[str], results: Path) -> None:
     if (workflow / ".snakemake").is_dir() and shutil.which("squeue") is not None:
         with suppress(CommandError):
             stages = waiting_lines(stage_jobs(workflow))
+    stages += running_stages(workflow / "logs")
     folders = {name: train_folder(results, name) for name in runs or run_names(results)}
     if not folders:
         print("\n".join([f"{results / 'runs'}: no run yet", *stages]))
@@ -103,6 +105,19 @@ def status(*, runs: list[str], results: Path) -> None:
                 line = f"unexpected content in a file of {train} ({in_one_line(error)})"
             notes.append(f"{name}: {line}")
     print(table(rows), *notes, *stages, sep="\n")
+
+
+def running_stages(logs: Path) -> list[str]:
+    """The last line of each stage's log that says how far it is, unless it is older than stages write them."""
+    lines = []
+    for path in sorted(logs.glob("*/*.log")):
+        with suppress(OSError), open(path, "rb") as file:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            if age < STALE_S:
+                file.seek(-min(TAIL_BYTES, file.seek(0, 2)), 2)
+                *_, last = ["", *file.read().decode(errors="replace").splitlines()]
+                lines += [f"{last} ({span(max(0.0, age))} ago)"] if PROGRESS.fullmatch(last) else []
+    return lines
 
 
 def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:

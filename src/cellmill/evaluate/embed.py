@@ -30,6 +30,7 @@ from cellmill.data.shards.obs import numbers_of
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
+from cellmill.files import progress
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
@@ -171,7 +172,7 @@ def embed_cells(
 
 def _counted(reader: CountsReader, of_columns: np.ndarray) -> Iterator[sp.csr_matrix]:
     """Rows of the file, whose counts are added to those of each column, float64."""
-    for raw in reader.rows(ROW_BLOCK):
+    for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
         of_columns += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
         yield raw
 

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from cellmill import __version__
 from cellmill.errors import DataError
+from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.collect import (
     ReportedCorpus,
@@ -24,7 +25,6 @@ from cellmill.report.collect import (
 )
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
 from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number
-from cellmill.runs.cost import span
 from cellmill.runs.progress import COLLAPSED
 from cellmill.runs.verdict import Outcome
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped
-from cellmill.files import read_json, write_json
+from cellmill.files import read_json, span, write_json
 from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, seconds, write_if_room
 from cellmill.runs.progress import training_seconds
 
@@ -318,17 +318,6 @@ def sentence(cost: dict[str, Any]) -> str:
     if totals["training_efficiency_frac"] is not None:
         parts.append(f"{100 * totals['training_efficiency_frac']:.0f} % of it training")
     return ", ".join(parts)
-
-
-def span(seconds: float) -> str:
-    """A duration in its largest unit: 40 s, 12 min, 3.5 h, 2.1 days."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    if seconds < 99.5 * 60:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"
 
 
 def _totals(

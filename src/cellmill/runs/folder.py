@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.files import fsync, read_json, sha256_file, write_json
+from cellmill.files import fsync, progress, read_json, sha256_file, write_json
 from cellmill.runs.lock import locked, user_name
 
 INCOMPLETE = ".incomplete"
@@ -55,9 +55,11 @@ class Checkpoint:
         manifest, (rank, world) = self.path / "manifest.json", share
         try:
             files = [(name, entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()]
+            own = files[rank::world]
+            megabytes = sum(size for _, size, _ in own) / 1e6
         except (KeyError, TypeError, AttributeError):
             raise DataError(f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged") from None
-        for name, size, sha256 in files[rank::world]:
+        for name, size, sha256 in progress(own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6):
             file = self.path / name
             if not file.is_file():
                 raise DataError(f"{file}: missing; the checkpoint is damaged")

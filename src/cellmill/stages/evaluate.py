@@ -53,7 +53,7 @@ from cellmill.evaluate.task import (
 )
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import umap_rows, write_umap
-from cellmill.files import sha256_file, write_json
+from cellmill.files import progress, sha256_file, write_json
 
 
 def evaluate(
@@ -190,7 +190,8 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             other = replace(context, roles={**context.roles, "label": context.roles[role]})
         n_scored, n_cells, cells = int(context.scored.sum()), context.reader.n_obs, context.options.cells
         print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
-        for task_name, task in tasks.items():
+        listed = progress(tasks.items(), f"evaluate {name}{ending}", len(tasks), "tasks", now=lambda pair: pair[0])
+        for task_name, task in listed:
             if not ending or context.options.tasks[task_name].reads_label:
                 entry = results[task_name + ending] = _run_task(task, task_name + ending, other)
                 for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:

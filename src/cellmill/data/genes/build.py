@@ -26,6 +26,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.prepare.sequences import sequence_vocabulary
 from cellmill.errors import DataError
+from cellmill.files import progress
 
 _BLOCK = 1024  # cells
 _PARTS = 1000  # of the quantiles of a corpus
@@ -119,10 +120,10 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
 def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
     """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
     rows = {gene: row for row, gene in enumerate(gene_ids)}
-    for path in paths:
+    for path in progress(paths, "vocabulary", len(paths), "files"):
         with open_counts(path) as reader:
             row_of_column = np.array([rows[gene] for gene in reader.var_names])
-            for block in reader.rows(_BLOCK):
+            for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
                 yield row_of_column[block.indices], block
 
 

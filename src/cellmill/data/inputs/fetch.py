@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
@@ -28,7 +29,7 @@ import fsspec
 from cellmill.config.datasets import check_url, is_url, redacted
 from cellmill.data.inputs.h5 import one_line
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
-from cellmill.files import digest, read_json, sha256_file, write_json
+from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
 CACHE = "CELLMILL_CACHE"
 RECORD = ".fetched.json"
@@ -160,7 +161,10 @@ def _download(address: str, copy: Path) -> None:
     protocol = urlsplit(address).scheme.lower()
     if protocol in ("http", "https"):  # fsspec's needs aiohttp
         with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as remote, open(copy, "wb") as local:
-            shutil.copyfileobj(remote, local, 1 << 20)
+            n_bytes, pieces = remote.length, iter(partial(remote.read, 1 << 20), b"")
+            if n_bytes:
+                pieces = progress(pieces, f"fetch {copy.name}", n_bytes / 1e6, "MB", lambda piece: len(piece) / 1e6)
+            local.writelines(pieces)
             if remote.length:  # fewer bytes than announced
                 raise OSError(f"the connection ended {remote.length:,} bytes early")
         return

@@ -7,7 +7,7 @@ those with an Ensembl id.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +27,7 @@ from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import named_errors
+from cellmill.files import named_errors, progress
 
 
 class RowSpill:
@@ -102,7 +102,8 @@ def preprocess_cells(
             raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
         ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
-        blocks = _kept_rows(passing, keep_gene, cells)
+        passed = progress(passing.blocks(), f"preprocess {reader.path.stem}, writing", int((cells.reason < 0).sum()))
+        blocks = _kept_rows(passed, keep_gene, cells)
         dtype = count_dtype(cells.largest)
         write_cells(
             out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression
@@ -199,7 +200,7 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
     n_genes, n_counts, detected = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(size, np.int64)
     cells = _Cells(n_genes, n_counts, np.zeros(n), np.full(n, -1, np.int8), detected, 0, np.zeros(reader.n_vars))
     first = 0
-    for raw in reader.rows(options.row_block):
+    for raw in progress(reader.rows(options.row_block), f"preprocess {reader.path.stem}", n):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
         cells.column_sums += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
@@ -222,12 +223,12 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
     return cells
 
 
-def _kept_rows(passing: RowSpill, keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
+def _kept_rows(spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
     """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
     n_genes = int(keep_gene.sum())
     target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
     passed, first = np.flatnonzero(cells.reason < 0), 0
-    for spilled in passing.blocks():
+    for spilled in spilled_rows:
         block = select_columns(spilled, target, n_genes)
         filled = np.diff(block.indptr) > 0
         cells.reason[passed[first : first + len(filled)][~filled]] = DROPPED.index("no gene left")

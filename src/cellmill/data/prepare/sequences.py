@@ -24,6 +24,7 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.preprocess import distributions
 from cellmill.errors import DataError
+from cellmill.files import progress
 
 DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
@@ -71,7 +72,8 @@ def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tup
     """Length of each sequence, and why it is dropped: index into DROPPED, or -1."""
     lengths, reasons, seen = list[int](), list[int](), set[bytes]()
     least = options.min_genes if reader.ranked else options.min_counts
-    for block in reader.rows(options.row_block):
+    unit = "cells" if reader.ranked else "sequences"
+    for block in progress(reader.rows(options.row_block), f"preprocess {reader.path.stem}", reader.n_obs, unit):
         for start, stop in pairwise(block.indptr.tolist()):
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
             key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()

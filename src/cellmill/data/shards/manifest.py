@@ -21,7 +21,7 @@ from cellmill.config.plugin import in_one_line
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import as_places
 from cellmill.errors import DataError, did_you_mean
-from cellmill.files import digest, read_json, sha256_file, write_json
+from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
 FORMAT = 2
 REMEDY = "make the shards again (the `shard` stage)"
@@ -222,7 +222,9 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
         if not path.is_file():
             raise DataError(f"{path}: no such file, but the manifest lists it; {REMEDY}")
     with ThreadPoolExecutor(threads) as pool:
-        for path, file, sha256 in zip(paths, files, pool.map(sha256_file, paths)):
+        megabytes = [path.stat().st_size / 1e6 for path in paths]
+        hashed = zip(paths, files, pool.map(sha256_file, paths), megabytes)
+        for path, file, sha256, _ in progress(hashed, "hashing shards", sum(megabytes), "MB", lambda item: item[3]):
             if sha256 != file.sha256:
                 raise DataError(
                     f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {sha256[:12]}: "

@@ -45,7 +45,7 @@ from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtypes_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError, did_you_mean
-from cellmill.files import digest, fsync, named_errors, read_json, write_json
+from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
 
 
 def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
@@ -212,7 +212,8 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
-    scans = [_scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in enumerate(cells)]
+    read = enumerate(progress(cells, "divide", len(cells), "files"))
+    scans = [_scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in read]
     corpus, hashes, split = _divide(cells, scans, options)
     dropped = options.duplicates == "drop"
     rank = np.array([listed.index(path) if dropped else number for number, path in enumerate(cells)])
@@ -282,7 +283,7 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
     with open_counts(path) as reader:
         target, cells = vocabulary.rows_of(reader.var_names), np.empty(reader.n_obs, CELL)
         cells["dataset"], cells["row"] = number, np.arange(reader.n_obs)
-        for block in reader.rows(BLOCK):
+        for block in progress(reader.rows(BLOCK), f"divide {path.stem}", reader.n_obs):
             counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
             # a sequence is its residues at their places, a cell its genes with their counts
             values = places(counts.indptr) if reader.ordered else counts.data

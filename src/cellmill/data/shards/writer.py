@@ -25,7 +25,7 @@ from cellmill.data.shards.manifest import Manifest, ShardEntry, ShardVocabulary,
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
 from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, read_gene_ids
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file, write_json
+from cellmill.files import atomic_path, progress, read_json, remove_incomplete, sha256_file, write_json
 
 _READ_THREADS = 4
 _FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels|numbers)\.npy)")
@@ -54,7 +54,8 @@ def write_part(
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
         writer = _Writer(plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder)
-        for place in missing:
+        todo = sum(place.last - place.first for place in missing)
+        for place in progress(missing, "shard", todo, size=lambda place: place.last - place.first):
             writer.write(place)
     return len(places)
 
