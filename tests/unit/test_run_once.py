@@ -59,7 +59,7 @@ def test_a_job_is_followed_to_its_end(slurm: Once) -> None:
     assert end.queued_s > 0
     assert slurm.capsys.readouterr().out.splitlines() == [
         f"submitted job 7; its log: {end.log}",
-        "job 7: PENDING (Resources)",
+        "job 7: PENDING (Resources): it starts as soon as enough nodes are free",
         "job 7: RUNNING on n[1-2]",
         "job 7: COMPLETED",
     ]

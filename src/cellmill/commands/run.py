@@ -96,7 +96,6 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
 
 LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
 SAVE_S = 600  # how long a training on this machine may take to save
-LOOK_EVERY_S = 0.2
 
 
 def cancel(*, run: str, results: Path) -> None:
@@ -137,12 +136,7 @@ def _cancel_jobs(train: Path) -> list[str]:
 
 def _is_released(train: Path, within_s: float) -> bool:
     """Wait for the run's lock to be released; True if it is free."""
-    deadline = time.monotonic() + within_s
-    while holder_of(train) is not None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(LOOK_EVERY_S)
-    return True
+    return settle(lambda: holder_of(train) is None, train, within_s, time.sleep)
 
 
 def _end_process(train: Path, holder: Holder) -> str:

@@ -195,7 +195,7 @@ def how_to_end(train: Path, job: str) -> str:
     hosts = [host for each in records for start in each.attempts()[-1:] for host in start["hosts"]]
     return (
         f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; to let it save and end, "
-        f"run there: `pkill -f {shlex.quote(str(train))}`"
+        f"run there: `pkill -f {shlex.quote(str(train.resolve()))}`"
     )
 
 
@@ -239,9 +239,10 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
     return state
 
 
-def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]) -> None:
-    """Wait until a shared folder shows what a node wrote to it, or for `within_s`."""
+def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]) -> bool:
+    """Wait until a shared folder shows what a node wrote to it, or for `within_s`; return True if it does."""
     deadline = time.monotonic() + within_s
-    while not shown() and time.monotonic() <= deadline:
+    while not (shows := shown()) and time.monotonic() <= deadline:
         os.listdir(folder)  # makes a network file system look again
         wait(TICK_S)
+    return shows
