@@ -171,6 +171,7 @@ def print_goals(turns: dict[Key, Turns]) -> None:
     print("\n| 8 lanes against | gives | warm | cold | goal, warm |\n|---|---|---:|---:|---:|")
     for other, gives, goal in (
         (plain, CONTINUOUS, 2),
+        *((("annbatch", f"{rows}, our tokenizer"), CONTINUOUS, 1.4) for rows in ("plain rows", "rank-ordered rows")),
         (plain, RANK, 10),
         (ranked, RANK, 2.5),
         (plain, RAW, 2),
@@ -200,8 +201,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options.lanes, options.block_cells, options.window_blocks, batch, seed=0, shuffle=True)
-    lanes = list(range(options.lanes))
-    rows = Prefetch(shards, layout, lanes, max_genes=None, io_threads=options.io_threads)
+    rows = Prefetch(shards, layout, 0, 1, max_genes=None, io_threads=options.io_threads)
     steps = rows.steps(0, 0)
     try:
         while True:

@@ -35,8 +35,8 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     scatter, shards = _compiled(), open_shards(Manifest.read(corpus.manifest), "train")
     mapped = [np.memmap(shard.path, np.uint8, mode="r") for shard in shards]
     genes, counts = (
-        (ctypes.c_void_p * len(shards))(*(m.ctypes.data + shard.offsets[of] for m, shard in zip(mapped, shards)))
-        for of in (0, 1)
+        (ctypes.c_void_p * len(shards))(*(m.ctypes.data + at.offset for m, at in zip(mapped, stored)))
+        for stored in ([shard.genes for shard in shards], [shard.counts for shard in shards])
     )
     width = max(shard.dtype.itemsize for shard in shards)
     assert all(shard.dtype.itemsize == width for shard in shards)

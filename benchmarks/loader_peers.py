@@ -15,14 +15,18 @@ import numpy as np
 import scipy.sparse as sp
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, shuffled_cells
 
+from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.arrays import counts_per_10k, inverse_medians, rank_order_rows
 
 Epochs = Iterator[Iterator[int]]
 RAW, RANK, CONTINUOUS = "genes and counts", "rank tokens", "continuous tokens"
 
 
-def annbatch(corpus: Corpus, batch: int, gives: str, in_rank_order: bool) -> Epochs:
-    """Chunks of 64 cells, 128 at a time, from a sharded zarr store read by zarrs: its fastest setting here."""
+def annbatch(corpus: Corpus, batch: int, gives: str, in_rank_order: bool, our_tokenizer: bool = False) -> Epochs:
+    """Chunks of 64 cells, 128 at a time, from a sharded zarr store read by zarrs: its fastest setting here.
+
+    Continuous tokens are made by numpy, or by `our_tokenizer`, so that only the loaders differ.
+    """
     package, zarr = importlib.import_module("annbatch"), importlib.import_module("zarr")
     if importlib.util.find_spec("zarrs"):
         importlib.import_module("zarrs")
@@ -41,7 +45,7 @@ def annbatch(corpus: Corpus, batch: int, gives: str, in_rank_order: bool) -> Epo
     make = {
         RAW: n_rows,
         RANK: prefixes if in_rank_order else lambda rows: ranked(rows, weights),
-        CONTINUOUS: continuous,
+        CONTINUOUS: tokenized() if our_tokenizer else continuous,
     }
     matrix = ad.io.sparse_dataset(zarr.open_group(store, mode="r")["X"])
     while True:
@@ -119,6 +123,18 @@ def continuous(matrix: sp.csr_matrix) -> int:
     return tokens(matrix.indices, matrix.indptr)
 
 
+def tokenized() -> Callable[[sp.csr_matrix], int]:
+    """Make continuous tokens of a batch by the tokenizer of our stream."""
+    options = ContinuousTokens(max_tokens=MAX_TOKENS)
+    tokenizer = options.load()(options)
+
+    def make(matrix: sp.csr_matrix) -> int:
+        _, _, ends = tokenizer.tokenize(matrix.indices, matrix.data, matrix.indptr.astype(np.int64))
+        return len(ends) - 1
+
+    return make
+
+
 def tokens(genes: np.ndarray, indptr: np.ndarray) -> int:
     cut = packed(genes, indptr)
     np.add(cut, 2, out=cut)
@@ -139,6 +155,12 @@ PEERS: dict[tuple[str, str, str], Callable[[Corpus, int], Epochs]] = {
         ("annbatch", "plain rows", False, RAW),
         ("annbatch", "rank-ordered rows", True, RANK),
     )
+}
+PEERS |= {
+    ("annbatch", f"{rows}, our tokenizer", CONTINUOUS): (
+        lambda corpus, batch, order=order: annbatch(corpus, batch, CONTINUOUS, order, our_tokenizer=True)
+    )
+    for rows, order in (("plain rows", False), ("rank-ordered rows", True))
 }
 PEERS |= {
     ("scdataset", "", RANK): lambda corpus, batch: scdataset(corpus, batch, RANK),

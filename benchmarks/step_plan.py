@@ -15,7 +15,6 @@ import torch
 from train_step import commit, machine
 
 from cellmill.data.stream.batch import most_micro_batches
-from cellmill.data.stream.cell_stream import of_ranks
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch
 
@@ -59,7 +58,7 @@ def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.
     lanes, window = world * LANES_PER_RANK, BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
     layout = EpochLayout((2 * lanes * window,), lanes, BLOCK_CELLS, WINDOW_BLOCKS, world * cells, seed=0, shuffle=True)
-    rows = Prefetch([shard], layout, list(range(0, lanes, world)), max_genes=1, io_threads=1)  # type: ignore[list-item]
+    rows = Prefetch([shard], layout, 0, world, max_genes=1, io_threads=1)  # type: ignore[list-item]
     began = time.thread_time()
     taken = rows.steps(0, 0)
     next(taken)
@@ -69,8 +68,7 @@ def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.
         began = time.thread_time()
         step = next(taken)
         known = time.thread_time()
-        of_all, n_cells = of_ranks(step.lengths, step.n_cells, world)
-        most_micro_batches(np.minimum(of_all, MAX_TOKENS), n_cells, budget)
+        most_micro_batches(np.minimum(step.lengths, MAX_TOKENS), step.n_cells, budget)
         lengths[at], cuts[at] = known - began, time.thread_time() - known
     rows.close()
     return start, lengths, cuts

@@ -16,7 +16,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch, cut_batch, most_micro_batches, split_batch
-from cellmill.data.stream.cell_stream import CellStream, of_ranks
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, weights
 from cellmill.data.stream.prefetch import LaneLengths, Prefetch
 from cellmill.errors import ConfigError, DataError
@@ -218,20 +218,17 @@ def test_lengths_and_cuts_of_all_ranks_are_those_of_each_lane_alone(seed: int) -
     layout = EpochLayout(sizes, lanes, int(rng.integers(1, 9)), int(rng.integers(1, 5)), batch, 3, True, None, equal)
     rank, steps = int(rng.integers(world)), layout.steps_per_epoch
     first = int(rng.integers(steps))
-    rows = Prefetch(shards, layout, list(range(rank, lanes, world)), max_genes=1, io_threads=1)  # type: ignore[arg-type]
+    rows = Prefetch(shards, layout, rank, world, max_genes=1, io_threads=1)  # type: ignore[arg-type]
     alone = [lengths_of_lane(shards, layout, lane) for lane in range(lanes)]
     for lane, n in zip(alone, layout.lanes_before(first)):
         list(islice(lane, int(n)))
     for step, number in zip(rows.steps(0, first), range(first, first + 2 * steps + 3)):
         n = layout.lanes_before(number % steps + 1) - layout.lanes_before(number % steps)
         expected = [np.array(list(islice(lane, int(k))) if k else [], np.int64) for lane, k in zip(alone, n)]
-        assert step.n_cells.tolist() == [len(lane) for lane in expected]
-        for lane, row in zip(expected, step.lengths):
-            assert row.tolist() == lane.tolist() + [0] * (len(row) - len(lane))
-        lengths, n_cells = of_ranks(step.lengths, step.n_cells, world)
-        assert lengths.tolist() == [x for r in range(world) for lane in expected[r::world] for x in lane.tolist()]
+        assert step.n_cells.tolist() == [sum(map(len, expected[r::world])) for r in range(world)]
+        assert step.lengths.tolist() == [x for r in range(world) for lane in expected[r::world] for x in lane.tolist()]
         for budget in (1, 30, 77):
-            assert most_micro_batches(lengths, n_cells, budget) == cuts_of_ranks(expected, world, budget)
+            assert most_micro_batches(step.lengths, step.n_cells, budget) == cuts_of_ranks(expected, world, budget)
     rows.close()
 
 
@@ -247,7 +244,7 @@ def test_windows_of_lanes_that_end_together_are_looked_up_one_after_another() ->
     lengths = LaneLengths([windows(lane) for lane in range(lanes)], [0] * lanes)
     most, before = 0, looked_up
     for _ in range(8 * window):
-        assert (lengths.take(np.ones(lanes, np.int64)) == np.arange(lanes)[:, None]).all()
+        assert (lengths.take(np.ones(lanes, np.int64)) == np.arange(lanes)).all()
         most, before = max(most, looked_up - before), looked_up
     assert most == lanes // window
 

@@ -18,11 +18,12 @@ from cellmill.data.stream.batch import Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizers import (
     Loops,
+    Tokenized,
     bin_counts,
     by_loops,
     by_numpy,
     compile_loops,
-    log_values,
+    log_tokens,
     shared_bins,
 )
 from cellmill.errors import ConfigError
@@ -233,7 +234,7 @@ def test_values_above_the_last_bin_are_in_it_and_small_ones_in_the_first() -> No
 
 
 MOST = 700
-Cells = tuple[Prefixes, np.ndarray, np.ndarray]
+Cells = tuple[Prefixes, np.ndarray, np.ndarray, np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,8 @@ def many_cells(dtype: type, largest: int, n: int = 100) -> Cells:
     lengths = rng.integers(0, 1_400, n) * (rng.random(n) > 0.1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     counts = np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
-    return Prefixes(starts, MOST), counts, starts
+    genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
+    return Prefixes(starts, MOST), genes, counts, starts
 
 
 @pytest.mark.parametrize(
@@ -259,14 +261,20 @@ def many_cells(dtype: type, largest: int, n: int = 100) -> Cells:
 )
 def test_loops_make_the_bits_of_numpy(loops: Loops, dtype: type, largest: int) -> None:
     given = many_cells(dtype, largest)
-    expected, made = by_numpy(*given), by_loops(loops, *given)
-    assert made.dtype == np.float32
-    np.testing.assert_array_equal(made.view(np.uint32), expected.view(np.uint32))
+    assert_same_tokens(by_loops(loops, *given), by_numpy(*given))
 
 
-def test_cells_without_counts_have_no_values(loops: Loops) -> None:
+def assert_same_tokens(made: Tokenized, expected: Tokenized) -> None:
+    """The same ids, and the same bits of values."""
+    assert [array.dtype for array in made] == [np.int32, np.float32]
+    np.testing.assert_array_equal(made[0], expected[0])
+    np.testing.assert_array_equal(made[1].view(np.uint32), expected[1].view(np.uint32))
+
+
+def test_cells_without_counts_have_no_tokens(loops: Loops) -> None:
     starts = np.zeros(4, np.int64)
-    assert len(by_loops(loops, Prefixes(starts, MOST), np.empty(0, np.uint16), starts)) == 0
+    made = by_loops(loops, Prefixes(starts, MOST), np.empty(0, np.int32), np.empty(0, np.uint16), starts)
+    assert [len(array) for array in made] == [0, 0]
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -276,13 +284,14 @@ def test_a_batch_of_many_tokens_has_the_same_bits_with_and_without_the_loops(
     done: Future[Loops | None] = Future()
     done.set_result(loops if installed else None)
     monkeypatch.setattr(module, "_compiling", lambda: done)
-    kept, counts, starts = many_cells(np.uint16, 3_000)
+    kept, genes, counts, starts = many_cells(np.uint16, 3_000)
     assert len(kept.of(counts)) > module._MANY
     frozen = counts.copy()
     frozen.flags.writeable = False
+    expected = by_numpy(kept, genes, counts, starts)
     for given in (counts, counts.astype(np.int64), frozen):  # types that the loops take, and others
-        made = log_values(kept, given, starts)
-        np.testing.assert_array_equal(made.view(np.uint32), by_numpy(kept, counts, starts).view(np.uint32))
+        for of_type in (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2]):
+            assert_same_tokens(log_tokens(kept, of_type, given, starts), expected)
 
 
 def rank_order(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

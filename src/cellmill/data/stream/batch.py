@@ -86,7 +86,8 @@ class Batch:
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
         """Return the batch with fields per cell: rows of arrays, by field, that `cells` index; none for None."""
-        return replace(self, **{name: rows[self.cells] for name, rows in per_cell.items() if rows is not None})
+        added = {name: rows[self.cells] for name, rows in per_cell.items() if rows is not None}
+        return replace(self, **added) if added else self
 
     def cut(self, first: int, last: int) -> Self:
         """Cells `first` to `last`."""

@@ -32,8 +32,7 @@ _AHEAD = 3  # steps tokenized in advance, with the one that is being tokenized
 # options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent")
-_PART = "train_frac"
-_ABSENT = {_PART: 1.0}  # values in states without them
+_TRAIN_FRAC = "train_frac"
 
 
 class CellStream:
@@ -82,7 +81,7 @@ class CellStream:
         weighted = stream.weights_column() if shuffle else {}
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
         if shuffle and stream.train_frac < 1:
-            max_cells, weights = stream.train_cells(entry.n_obs), weights | {_PART: stream.train_frac}
+            max_cells, weights = stream.train_cells(entry.n_obs), weights | {_TRAIN_FRAC: stream.train_frac}
         repeats = None
         if weighted:
             repeats = Repeats(CellColumns(opened, split, "levels", opened.levels(weighted))[:][:, 0], stream)
@@ -106,10 +105,10 @@ class CellStream:
             "levels": CellColumns(opened, split, "levels", self.levels) if columns else None,
             "numbers": CellColumns(opened, split, "numbers", number_columns) if number_columns else None,
         }
-        lanes = list(range(rank, stream.lanes, world))
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
-        self._rows = Prefetch(self._shards, self._layout, lanes, max_genes=max_genes, io_threads=stream.io_threads)
+        io_threads = stream.io_threads
+        self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes=max_genes, io_threads=io_threads)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
         self._epoch = self._step = 0
@@ -148,8 +147,9 @@ class CellStream:
                 f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _PART, "global_batch"):
-            before, now = state.get(name, _ABSENT.get(name)), self._order.get(name, _ABSENT.get(name))
+        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
+            absent = 1.0 if name == _TRAIN_FRAC else None
+            before, now = state.get(name, absent), self._order.get(name, absent)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
@@ -184,8 +184,7 @@ class CellStream:
 
     def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
         # every rank computes the number of cuts of all ranks from known lengths: no communication to agree on it
-        lengths, n_cells = of_ranks(step.lengths, step.n_cells, self._world)
-        lengths = self._tokenizer.numbers(lengths)
+        lengths, n_cells = self._tokenizer.numbers(step.lengths), step.n_cells
         number = max(self._min_microbatches, most_micro_batches(lengths, n_cells, self._budget))
         end = int(n_cells[: self._rank + 1].sum())
         own = lengths[end - n_cells[self._rank] : end]
@@ -203,16 +202,6 @@ class CellStream:
             batches.append(self._tokenizer.batch(*row, self._counted, step.epoch))
         batches += [empty_batch(self._tokenizer.dtype, self._counted)] * (number - len(batches))
         return [batch.with_rows(self._per_cell) for batch in batches]
-
-
-def of_ranks(lengths: np.ndarray, n_cells: np.ndarray, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of all cells, `(cells,)`, rank by rank, and each rank's number of cells, `(world,)`.
-
-    Lane l, a row of `lengths` with `n_cells[l]` cells, belongs to rank l % world.
-    """
-    by_rank = np.arange(len(lengths)).reshape(-1, world).T
-    there = np.arange(lengths.shape[1]) < n_cells[by_rank.ravel(), None]
-    return lengths[by_rank.ravel()][there], n_cells[by_rank].sum(1)
 
 
 class _Ahead:

@@ -171,8 +171,11 @@ class EpochLayout:
         """Cells of the largest step."""
         return -(-self.n_cells // self.steps_per_epoch) if self.equal_steps else min(self.global_batch, self.n_cells)
 
-    def lanes_before(self, step: int) -> np.ndarray:
-        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of steps, all."""
+    def lanes_before(self, step: int | np.ndarray) -> np.ndarray:
+        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of steps, all.
+
+        For steps `(n, 1)`, `(n, lanes)`.
+        """
         if not self.equal_steps:
             return np.minimum(step * self.per_lane, self._dealt(self.n_cells))
         return self._dealt(step * self.n_cells // self.steps_per_epoch)
@@ -188,7 +191,7 @@ class EpochLayout:
         """Cells of all lanes before step `step` of an epoch."""
         return int(self.lanes_before(step).sum())
 
-    def _dealt(self, cells: int) -> np.ndarray:
+    def _dealt(self, cells: int | np.ndarray) -> np.ndarray:
         """Cells of each lane if `cells` are dealt one by one."""
         return -((np.arange(self.lanes) - cells) // self.lanes)
 

@@ -7,6 +7,7 @@ are reused, because fresh memory costs about as much as the reading (a page faul
 
 Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
 cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
+Where the cells of each step begin in a window, and how many each rank has, is computed for many steps at once.
 """
 
 from __future__ import annotations
@@ -21,41 +22,52 @@ from cellmill.data.shards.reader import RowFile, places
 from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
+_STEPS = 256  # steps whose numbers of cells are computed at once
 
 
 @dataclass(frozen=True)
 class WindowCells:
-    """Cells of one buffer in the order in which steps take them: window w of several lanes, or a slice of that."""
+    """Some cells of a window, in the order in which steps take them."""
 
-    steps: np.ndarray  # step that takes each cell, counted over all epochs
     lanes: np.ndarray  # lane of each cell, ascending in a step
-    cells: np.ndarray
+    cells: np.ndarray  # id of each cell
     lengths: np.ndarray  # number of genes of each cell in the shards
     starts: np.ndarray  # (cells + 1,) offset of each cell's first gene in the whole window: a slice keeps it
     genes: np.ndarray
     counts: np.ndarray | None
 
-    def of_cells(self) -> tuple[np.ndarray, ...]:
-        """The arrays with one entry a cell."""
-        return self.steps, self.lanes, self.cells, self.lengths
-
-    def part(self, ascending: np.ndarray, value: int) -> WindowCells:
-        """Cells where `ascending` is `value`: `self.steps`, or `self.lanes` once all cells are of one step."""
-        start, stop = ascending.searchsorted(np.array([value, value + 1])).tolist()
+    def slice(self, start: int, stop: int) -> WindowCells:
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
         counts = None if self.counts is None else self.counts[span]
-        steps, lanes, cells, lengths = (array[start:stop] for array in self.of_cells())
-        return WindowCells(steps, lanes, cells, lengths, starts, self.genes[span], counts)
+        lanes, cells, lengths = (array[start:stop] for array in (self.lanes, self.cells, self.lengths))
+        return WindowCells(lanes, cells, lengths, starts, self.genes[span], counts)
+
+    def of_lane(self, lane: int) -> WindowCells:
+        """The cells of a lane, if all are of one step."""
+        return self.slice(*np.searchsorted(self.lanes, [lane, lane + 1]).tolist())
 
 
 @dataclass(frozen=True)
-class WindowPlan:
-    """Windows to be read: `spans` are (shard, first row, rows); their i-th cell goes to `position[i]`."""
+class StreamWindow:
+    """Window w of all own lanes; steps are counted over all epochs."""
 
-    spans: list[tuple[int, int, int]]
-    position: np.ndarray
-    window: WindowCells  # without genes and counts
+    cells: WindowCells  # without genes and counts until memory is given to them
+    first_step: int
+    borders: list[int]  # first cell of each step from `first_step` on, and the number of cells
+    spans: list[tuple[int, int, int]]  # what is read: shard, first row and number of rows
+    position: np.ndarray  # of the cells of `spans`, one after another, among `cells`
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + len(self.borders) - 2
+
+    def step(self, number: int) -> WindowCells:
+        """The cells that a step takes from this window, which may be none."""
+        if not self.first_step <= number <= self.last_step:
+            return self.cells.slice(0, 0)
+        at = number - self.first_step
+        return self.cells.slice(self.borders[at], self.borders[at + 1])
 
 
 class Buffer:
@@ -114,8 +126,8 @@ class PrefetchedStep:
     """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
 
     epoch: int
-    lengths: np.ndarray  # `(lanes, cells)`, genes of each cell of all lanes, the same on every rank; 0 behind the last
-    n_cells: np.ndarray  # `(lanes,)` int64, number of cells of each lane
+    lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, rank by rank: the same on every rank
+    n_cells: np.ndarray  # `(world,)` int64, number of cells of each rank
     cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
     starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
     genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
@@ -125,14 +137,23 @@ class PrefetchedStep:
 class Prefetch:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Reads `lanes`; of the others only the lengths are looked up. Of each cell the first `max_genes` genes are read; None
-    reads all of them and their counts.
+    Reads the lanes of `rank`: lane l belongs to rank l % `world`. Of other lanes only the lengths are looked up. Of
+    each cell the first `max_genes` genes are read; None reads all of them and their counts.
     """
 
     def __init__(
-        self, shards: list[RowFile], layout: EpochLayout, lanes: list[int], *, max_genes: int | None, io_threads: int
+        self,
+        shards: list[RowFile],
+        layout: EpochLayout,
+        rank: int,
+        world: int,
+        *,
+        max_genes: int | None,
+        io_threads: int,
     ):
-        self._shards, self._layout, self._own = shards, layout, sorted(lanes)
+        self._shards, self._layout, self._rank, self._world = shards, layout, rank, world
+        by_rank = np.arange(layout.lanes).reshape(-1, world).T
+        self._own, self._others = by_rank[rank].tolist(), np.delete(by_rank, rank, 0).ravel()
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
@@ -148,27 +169,30 @@ class Prefetch:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
         layout = self._layout
         before = layout.lanes_before(step)
-        others = np.setdiff1d(np.arange(layout.lanes), self._own)
-        lengths = self._lengths_of(others, epoch, before)
-        ahead = _ReadAhead(self._plans(epoch, before), self._shards, self._dtype, self._pool)
+        lengths_of_others = self._lengths_of(self._others, epoch, before)
+        ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._dtype, self._pool)
         while True:
-            for number in range(step, layout.steps_per_epoch):
-                after = layout.lanes_before(number + 1)
-                n, before = after - before, after
-                table = np.zeros((layout.lanes, n.max()), np.int32)
-                is_own = np.arange(n.max()) < n[:, None]
-                if len(others):
-                    of_others = lengths.take(n[others])
-                    table[others, : of_others.shape[1]] = of_others
-                    is_own[others] = False
-                parts = ahead.take(epoch * layout.steps_per_epoch + number, int(n[self._own].sum()))
+            for number, of_ranks, of_others in self._numbers_of_cells(step):
+                parts = ahead.take(epoch * layout.steps_per_epoch + number, int(of_ranks[self._rank]))
                 own = parts[0] if len(parts) == 1 else self._joined(parts)
-                table[is_own] = own.lengths
+                lengths = own.lengths
+                if len(of_others):
+                    others, first = lengths_of_others.take(of_others), int(of_ranks[: self._rank].sum())
+                    lengths = np.concatenate([others[:first], lengths, others[first:]])
                 starts = own.starts - own.starts[0]
-                yield PrefetchedStep(epoch, table, n, own.cells.copy(), starts, own.genes, own.counts)
+                yield PrefetchedStep(epoch, lengths, of_ranks, own.cells.copy(), starts, own.genes, own.counts)
             if not layout.shuffle:
                 return
-            epoch, step, before = epoch + 1, 0, layout.lanes_before(0)
+            epoch, step = epoch + 1, 0
+
+    def _numbers_of_cells(self, step: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Steps of an epoch from `step` on, with their cells of each rank, `(world,)`, and of each other lane."""
+        layout = self._layout
+        for first in range(step, layout.steps_per_epoch, _STEPS):
+            steps = np.arange(first, min(first + _STEPS, layout.steps_per_epoch) + 1)
+            of_lanes = np.diff(layout.lanes_before(steps[:, None]), axis=0)
+            of_ranks = of_lanes.reshape(len(of_lanes), -1, self._world).sum(1)
+            yield from zip(steps.tolist(), of_ranks, of_lanes[:, self._others])
 
     def _lengths_of(self, lanes: np.ndarray, epoch: int, before: np.ndarray) -> LaneLengths:
         """Lengths of lanes that are not read, each from its cell `before` of an epoch on."""
@@ -181,9 +205,11 @@ class Prefetch:
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
-        pieces = [part.part(part.lanes, lane) for lane in self._own for part in parts]
-        of_cells = (np.concatenate([_NONE, *arrays]) for arrays in zip(*(p.of_cells() for p in pieces)))
-        steps, lanes, cells, lengths = of_cells if pieces else [_NONE] * 4
+        pieces = [part.of_lane(lane) for lane in self._own for part in parts]
+        lanes, cells, lengths = (
+            np.concatenate([_NONE, *(getattr(piece, name) for piece in pieces)])
+            for name in ("lanes", "cells", "lengths")
+        )
         starts = np.concatenate([[0], np.cumsum(np.concatenate([_NONE, *(np.diff(p.starts) for p in pieces)]))])
         genes = self._buffer.array("genes", int(starts[-1]), np.int32)
         np.concatenate([piece.genes for piece in pieces] or [genes], out=genes)
@@ -191,7 +217,7 @@ class Prefetch:
         if self._dtype is not None:
             counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
             np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
-        return WindowCells(steps, lanes, cells, lengths, starts, genes, counts)
+        return WindowCells(lanes, cells, lengths, starts, genes, counts)
 
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
@@ -217,38 +243,41 @@ class Prefetch:
         between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
         return np.diff(borders)[between][order]
 
-    def _plans(self, epoch: int, before: np.ndarray) -> Iterator[WindowPlan]:
-        """One plan for window w of all own lanes, then for w + 1, from cell `before` of each lane on."""
+    def _windows(self, epoch: int, before: np.ndarray) -> Iterator[StreamWindow]:
+        """Window w of all own lanes, then w + 1, from cell `before` of each lane on."""
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
             first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}
             for window in range(min(first.values()), max(len(order.borders[lane]) for lane in self._own) - 1):
                 lanes = [lane for lane in self._own if first[lane] <= window < len(order.borders[lane]) - 1]
                 if lanes:
-                    yield self._plan(order, lanes, window)
+                    yield self._window(order, lanes, window)
             if not self._layout.shuffle:
                 return
             epoch, before = epoch + 1, self._layout.lanes_before(0)
 
-    def _plan(self, order: Epoch, lanes: list[int], window: int) -> WindowPlan:
+    def _window(self, order: Epoch, lanes: list[int], window: int) -> StreamWindow:
         """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
         runs = [order.window_runs(lane, window) for lane in lanes]
         shuffled = [order.window_order(lane, window) for lane in lanes]
-        places = [np.arange(*order.borders[lane][window : window + 2]) for lane in lanes]
-        steps = np.concatenate([self._layout.steps_of(lane, of_lane) for lane, of_lane in zip(lanes, places)])
+        in_lane = [np.arange(*order.borders[lane][window : window + 2]) for lane in lanes]
+        steps = np.concatenate([self._layout.steps_of(lane, of_lane) for lane, of_lane in zip(lanes, in_lane)])
         by_step = np.argsort(steps, kind="stable")
+        steps = steps[by_step]
         lengths = np.concatenate([self._lengths(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
         cells = np.concatenate([self._cells(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         starts = np.concatenate([[0], np.cumsum(kept)])
-        position, at = np.empty_like(by_step), np.empty_like(by_step)
+        position, in_file_order = np.empty_like(by_step), np.empty_like(by_step)
         position[by_step] = np.arange(len(by_step))
         first = np.concatenate([[0], np.cumsum([len(of_lane) for of_lane in shuffled])])
-        at[np.concatenate([of_lane + begin for of_lane, begin in zip(shuffled, first)])] = position
-        steps = steps[by_step] + order.epoch * self._layout.steps_per_epoch
-        of_cells = steps, np.repeat(lanes, np.diff(first))[by_step], cells, lengths
+        in_file_order[np.concatenate([of_lane + begin for of_lane, begin in zip(shuffled, first)])] = position
+        lane_of = np.repeat(lanes, np.diff(first))[by_step]
+        of_cells = WindowCells(lane_of, cells, lengths, starts, np.empty(0, np.int32), None)
+        borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2)).tolist()
+        first_step = order.epoch * self._layout.steps_per_epoch + int(steps[0])
         spans = [span for of_lane in runs for span in _spans(of_lane)]
-        return WindowPlan(spans, at, WindowCells(*of_cells, starts, np.empty(0, np.int32), None))
+        return StreamWindow(of_cells, first_step, borders, spans, in_file_order)
 
     def _cells(self, runs: Runs, order: np.ndarray) -> np.ndarray:
         """Ids of the cells of `runs`, in that order."""
@@ -275,9 +304,7 @@ class LaneLengths:
         self._widen(2 * self._kept.shape[1])  # at once: a step would wait for the copy
 
     def take(self, n: np.ndarray) -> np.ndarray:
-        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(lanes, n.max())` int32, 0 behind the last."""
-        if not len(n):
-            return np.zeros((0, 0), np.int32)
+        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(n.sum(),)` int32, lane by lane."""
         self._due += int(n.sum())
         while self._due > 0:
             found = self._look_up(self._next)
@@ -288,8 +315,8 @@ class LaneLengths:
                 if not self._look_up(lane):
                     raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
         columns = np.arange(n.max())
-        taken = self._kept[np.arange(len(n))[:, None], np.minimum(self._at[:, None] + columns, self._kept.shape[1] - 1)]
-        taken[columns >= n[:, None]] = 0
+        of_lane, column = np.nonzero(columns < n[:, None])
+        taken = self._kept[of_lane, self._at[of_lane] + column]
         self._at += n
         return taken
 
@@ -313,15 +340,24 @@ class LaneLengths:
             self._kept = wider
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A window that is being read, or has been once `tasks` are empty."""
+
+    window: StreamWindow
+    tasks: list[Future[None]]
+    buffer: Buffer
+
+
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
     def __init__(
-        self, plans: Iterator[WindowPlan], shards: list[RowFile], dtype: np.dtype | None, pool: ThreadPoolExecutor
+        self, windows: Iterator[StreamWindow], shards: list[RowFile], dtype: np.dtype | None, pool: ThreadPoolExecutor
     ):
-        self._plans, self._shards, self._dtype, self._pool = plans, shards, dtype, pool
+        self._windows, self._shards, self._dtype, self._pool = windows, shards, dtype, pool
         self._free: list[Buffer] = []
-        self._started: list[tuple[WindowCells, list[Future[None]], Buffer, int]] = []  # the last is the last step
+        self._started: list[_Reading] = []
         self._start()
         self._start()
 
@@ -330,8 +366,8 @@ class _ReadAhead:
 
         Steps, counted over all epochs, are taken in order. Parts are valid until the next call.
         """
-        self._free += [buffer for _, _, buffer, last in self._started if last < step]
-        self._started = [started for started in self._started if started[3] >= step]
+        self._free += [reading.buffer for reading in self._started if reading.window.last_step < step]
+        self._started = [reading for reading in self._started if reading.window.last_step >= step]
         while len(self._started) < 2 and self._start():
             pass
         parts, at = [], 0
@@ -339,29 +375,29 @@ class _ReadAhead:
             if at == len(self._started):  # windows of lanes may end at different steps
                 started = self._start()
                 assert started, f"{n} cells of step {step} are in no window"
-            window, tasks, _, _ = self._started[at]
-            part = window.part(window.steps, step)
+            reading = self._started[at]
+            part = reading.window.step(step)
             if len(part.cells):
-                while tasks:
-                    tasks.pop().result()
+                while reading.tasks:
+                    reading.tasks.pop().result()
                 parts.append(part)
             n, at = n - len(part.cells), at + 1
         return parts
 
     def _start(self) -> bool:
-        """Start to read the next windows; False if there are none."""
-        plan = next(self._plans, None)
-        if plan is None:
+        """Start to read the next window; False if there is none."""
+        window = next(self._windows, None)
+        if window is None:
             return False
-        buffer, total = self._free.pop() if self._free else Buffer(), int(plan.window.starts[-1])
+        buffer, total = self._free.pop() if self._free else Buffer(), int(window.cells.starts[-1])
         counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
-        window = replace(plan.window, genes=buffer.array("genes", total, np.int32), counts=counts)
-        run_starts = np.cumsum([0, *(n for _, _, n in plan.spans)]).tolist()
-        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(plan.spans, run_starts)]
-        reads, per_task = _Reads(window, plan.position), -(-len(runs) // _TASKS)
+        cells = replace(window.cells, genes=buffer.array("genes", total, np.int32), counts=counts)
+        run_starts = np.cumsum([0, *(n for _, _, n in window.spans)]).tolist()
+        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(window.spans, run_starts)]
+        reads, per_task = _Reads(cells, window.position), -(-len(runs) // _TASKS)
         parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
         tasks = [self._pool.submit(reads.read, part) for part in parts]
-        self._started.append((window, tasks, buffer, int(plan.window.steps[-1])))
+        self._started.append(_Reading(replace(window, cells=cells), tasks, buffer))
         return True
 
 

@@ -151,6 +151,9 @@ def _absent(genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarr
     return np.concatenate(drawn)
 
 
+Tokenized = tuple[np.ndarray, np.ndarray]  # token ids, int32, and values, (tokens,) each
+
+
 class FirstGenes:
     """Tokens of the first `max_tokens` genes of each cell."""
 
@@ -165,44 +168,50 @@ class FirstGenes:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert counts is not None or not self.needs_counts
         kept = Prefixes(starts, self._options.max_tokens)
-        return kept.token_ids(genes), self._values(kept, counts, starts), kept.cu_seqlens
+        ids, values = self._tokens(kept, genes, counts, starts)
+        return ids, values, kept.cu_seqlens
 
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
         raise NotImplementedError
 
 
+_FIRST_ID = np.int32(len(SPECIAL))
 TABLE = 64  # counts that are looked up: those below
 _MANY = 1 << 15  # tokens; with fewer a batch is not worth numba's second and 100 MB
 
 
-def log_values(kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Values, `(tokens,)` float32, of the kept ones of `counts`, `(nonzeros,)`, whose cells begin at `starts`."""
-    plain = counts.flags.c_contiguous and counts.flags.writeable
-    known = plain and counts.dtype in (np.uint16, np.uint32) and starts.dtype == np.int64
-    compiling = _compiling() if kept.cu_seqlens[-1] >= _MANY and known else None
+def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
+    """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at `starts`."""
+    plain = all(array.flags.c_contiguous and array.flags.writeable for array in (genes, counts, starts))
+    known = counts.dtype in (np.uint16, np.uint32) and genes.dtype == np.int32 and starts.dtype == np.int64
+    compiling = _compiling() if kept.cu_seqlens[-1] >= _MANY and plain and known else None
     loops = compiling.result() if compiling is not None and compiling.done() else None
-    return by_numpy(kept, counts, starts) if loops is None else by_loops(loops, kept, counts, starts)
+    return by_numpy(kept, genes, counts, starts) if loops is None else by_loops(loops, kept, genes, counts, starts)
 
 
-def by_numpy(kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """As `log_values`, for `counts` of any integer type."""
+def by_numpy(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
+    """As `log_tokens`, for `counts` of any integer type."""
     values = kept.copy(counts, np.float32)
     values *= np.repeat(scale_per_10k(counts, starts, np.float32), kept.lengths)
-    return np.log1p(values, out=values)
+    return kept.token_ids(genes), np.log1p(values, out=values)
 
 
-def by_loops(loops: Loops, kept: Prefixes, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """As `log_values`, for uint16 or uint32 `counts` and int64 `starts`."""
+def by_loops(loops: Loops, kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
+    """As `log_tokens`, for int32 `genes`, uint16 or uint32 `counts` and int64 `starts`."""
     totals = np.empty(len(starts) - 1, np.int64)
     loops.sum_cells(counts, starts, totals)
     scale = scale_of_totals(totals, np.float32)
     table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
     np.log1p(table, out=table)
-    values = recycled_empty(kept.cu_seqlens[-1], np.float32)
-    large = recycled_empty(len(values), np.int64)
-    large = large[: loops.look_up(counts, starts, kept.cu_seqlens, table, scale, values, large)]
+    n_tokens = kept.cu_seqlens[-1]
+    ids, values, large = (
+        recycled_empty(n_tokens, np.int32),
+        recycled_empty(n_tokens, np.float32),
+        np.empty(n_tokens, int),
+    )
+    large = large[: loops.fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
     values[large] = np.log1p(values[large])
-    return values
+    return ids, values
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class Loops:
     """Loops over the counts of cells."""
 
     sum_cells: Callable[..., None]
-    look_up: Callable[..., int]
+    fill: Callable[..., int]
 
 
 def compile_loops() -> Loops | None:
@@ -221,9 +230,9 @@ def compile_loops() -> Loops | None:
         return None
     types = ("uint16[::1]", "uint32[::1]")
     sums = [f"void({counts}, int64[::1], int64[::1])" for counts in types]
-    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], float32[::1], int64[::1]"
-    look_ups = [f"int64({counts}, {arrays})" for counts in types]
-    return Loops(njit(sums, nogil=True)(_sum_cells), njit(look_ups, nogil=True)(_look_up))
+    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], int32[::1], float32[::1], int64[::1]"
+    fills = [f"int64(int32[::1], {counts}, {arrays})" for counts in types]
+    return Loops(njit(sums, nogil=True)(_sum_cells), njit(fills, nogil=True)(_fill))
 
 
 @cache
@@ -242,12 +251,17 @@ def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
         totals[cell] = total
 
 
-def _look_up(counts: Any, starts: Any, ends: Any, table: Any, scale: Any, values: Any, large: Any) -> int:
-    """Fill `values`; counts not in `table` get their products instead, and are listed in `large`."""
+def _fill(
+    genes: Any, counts: Any, starts: Any, ends: Any, table: Any, scale: Any, ids: Any, values: Any, large: Any
+) -> int:
+    """Fill `ids` and `values`; counts not in `table` get their products instead, and are listed in `large`."""
     n_large = 0
     for cell in range(len(scale)):
-        at, n = ends[cell], np.uint64(ends[cell + 1] - ends[cell])
-        own, of_count, made = counts[starts[cell] : starts[cell] + n], table[cell], values[at : at + n]
+        at, start, n = ends[cell], starts[cell], np.uint64(ends[cell + 1] - ends[cell])
+        own, of_count, made = counts[start : start + n], table[cell], values[at : at + n]
+        of_cell, made_ids = genes[start : start + n], ids[at : at + n]
+        for i in range(n):
+            made_ids[i] = of_cell[i] + _FIRST_ID
         for i in range(n):
             count = np.uint64(own[i])
             if count < np.uint64(TABLE):
@@ -271,10 +285,11 @@ class BinnedTokenizer(FirstGenes):
         super().__init__(options)
         self._edges = shared_edges(options)
 
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
         if self._edges is None:
-            return kept.of(_bins(counts, starts, self._options.bins))
-        return shared_bins(log_values(kept, counts, starts), self._edges)
+            return kept.token_ids(genes), kept.of(_bins(counts, starts, self._options.bins))
+        ids, values = log_tokens(kept, genes, counts, starts)
+        return ids, shared_bins(values, self._edges)
 
 
 def shared_edges(options: BinnedTokens) -> np.ndarray | None:
@@ -342,8 +357,8 @@ class ContinuousTokenizer(FirstGenes):
 
     dtype, needs_counts = np.dtype(np.float32), True
 
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
-        return log_values(kept, counts, starts)
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+        return log_tokens(kept, genes, counts, starts)
 
 
 class RankTokenizer(FirstGenes):
@@ -351,7 +366,8 @@ class RankTokenizer(FirstGenes):
 
     dtype, needs_counts = np.dtype(np.int32), False
 
-    def _values(self, kept: Prefixes, counts: Any, starts: np.ndarray) -> np.ndarray:
+    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
         longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)  # in cache: half the time of arange - repeat
-        places = recycled_empty(kept.cu_seqlens[-1], self.dtype)
-        return np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest], out=places)
+        values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
+        np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest], out=values)
+        return kept.token_ids(genes), values
