@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from cellmill.models.counter_rng import keyed_bits, keyed_dropout, keyed_state, threshold
+from cellmill.models.counter_rng import keyed_bits, keyed_dropout, keyed_state, keyed_token_bits, threshold
 
 WORD = (1 << 64) - 1
 
@@ -35,6 +35,11 @@ def test_keys_broadcast_and_each_changes_the_bits() -> None:
     assert grid[2, 4] == keyed_bits(torch.tensor(2), 3, 4)
     assert not torch.equal(grid, keyed_bits(rows, 4, columns))
     assert grid[1, 2] != grid[2, 1]
+
+
+def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
+    cells, cell, place = torch.tensor([2**40, -3, 9]), torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
+    assert torch.equal(keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3))
 
 
 def test_bits_are_uniform() -> None:

@@ -12,8 +12,9 @@ from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
 from cellmill.models.batch import padded, to_tensors
+from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.objectives.terms import vicreg
-from cellmill.models.objectives.views import ViewBatch, draw_view
+from cellmill.models.objectives.views import HIDE, ViewBatch, draw_share, draw_view
 from cellmill.planner.size import measure
 from tests.checks import check_gradients, loss_by_shares
 from tests.models import KEYS, initialized, random_cells, spec
@@ -109,6 +110,18 @@ def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
     assert not torch.equal(_hidden(_view(batch, view, step=1)), whole)
     other = _hidden(_view(replace(batch, cells=batch.cells + 1), view))
     assert (other != whole).any(1).float().mean() > 0.9
+
+
+def test_a_thinned_cell_is_a_draw_by_a_generator_of_its_own() -> None:
+    batch = to_tensors(_batch())
+    view = _view(_batch(), "thin", step=3)
+    shares = draw_share(batch.cells, _config("thin"), 1, 3).tolist()
+    expected = []
+    keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
+    for counts, share, key in zip(batch.counts.split(batch.lengths), shares, keys):
+        expected.append(np.random.Generator(np.random.Philox(key=key)).binomial(counts.numpy(), share))
+    hidden = np.concatenate(expected)
+    assert view.profile_count.tolist() == hidden[hidden > 0].tolist()
 
 
 @EVERY_VIEW

@@ -25,6 +25,16 @@ def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
     return state
 
 
+def keyed_token_bits(
+    cells: torch.Tensor, cell: torch.Tensor, seed: int, step: int, *keys: torch.Tensor | int
+) -> torch.Tensor:
+    """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are mixed once."""
+    state = keyed_state(cells, seed, step)[cell]
+    for key in keys:
+        state = _mix(state ^ key)
+    return _shift(state, 1)
+
+
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
     """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer, and column."""
     columns = torch.arange(x.shape[1], device=x.device)

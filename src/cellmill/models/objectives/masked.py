@@ -29,7 +29,7 @@ from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueC
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of, positions
-from cellmill.models.counter_rng import keyed_bits, threshold
+from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
@@ -77,7 +77,7 @@ def mask(
     of tokens of the vocabulary; None hides all that is masked, as validation does.
     """
     cell, place = positions(batch)
-    keys = keyed_bits(batch.cells[cell], seed, step, place)
+    keys = keyed_token_bits(batch.cells, cell, seed, step, place)
     is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
     draws = torch.where(is_gene, keys, NEVER)
     lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")

@@ -30,7 +30,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
-from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.counter_rng import keyed_token_bits
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
 from cellmill.models.objectives.views import HIDE, draw_share, tokens_of, uniform
@@ -65,7 +65,7 @@ def draw_queries(
     assert batch.counts is not None, "the batch has no counts"
     cell, place = positions(batch)
     share = draw_share(batch.cells, config, seed, step)
-    keys = keyed_bits(batch.cells[cell], seed, step, place, HIDE)
+    keys = keyed_token_bits(batch.cells, cell, seed, step, place, HIDE)
     hidden = uniform(keys) < share[cell]
     queried = _lowest(hidden.nonzero().flatten(), keys, cell, config.max_asked)
     n_hidden, n_queried = (torch.bincount(cell[at], minlength=len(batch.lengths)) for at in (hidden, queried))
@@ -101,7 +101,7 @@ def _undetected(
     """
     of = torch.repeat_interleave(n_drawn)
     place = torch.arange(len(of)) - (n_drawn.cumsum(0) - n_drawn)[of]
-    k = keyed_bits(batch.cells[of], seed, step, place, UNDETECTED) % free[of]
+    k = keyed_token_bits(batch.cells, of, seed, step, place, UNDETECTED) % free[of]
     cell, place = positions(batch)
     rows = (cell * n_genes + batch.genes - len(SPECIAL)).sort().values - cell * n_genes
     lacking = rows - place + cell * (n_genes + 1)  # genes that the cell lacks before each of its own, by cell

@@ -26,7 +26,7 @@ from cellmill.config.parts.objectives import (
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import positions
-from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
@@ -56,7 +56,7 @@ def draw_view(
     hidden = torch.zeros_like(batch.counts)
     if config.view != "thin":
         share = draw_share(batch.cells, config, seed, step, SHARE if config.view == "drop" else DROP_SHARE)
-        drawn = uniform(keyed_bits(batch.cells[cell], seed, step, place, HIDE))
+        drawn = uniform(keyed_token_bits(batch.cells, cell, seed, step, place, HIDE))
         hidden = torch.where(drawn < share[cell], batch.counts, 0)
     if config.view != "drop":
         left = batch.counts - hidden
@@ -131,10 +131,15 @@ def uniform(bits: torch.Tensor) -> torch.Tensor:
 def _thinned(batch: Batch, left: torch.Tensor, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     """(tokens,) int64: a binomial draw of each count in `left` with its cell's probability `share`, (cells,)."""
     counts, out = left.numpy(), np.empty(len(batch.genes), np.int64)
-    states = keyed_bits(batch.cells, seed, step, HIDE).tolist()
+    keys = keyed_bits(batch.cells, seed, step, HIDE).tolist()
+    # one generator that is given each cell's key: a new one draws entropy of the system first, which is not used
+    philox = np.random.Philox(key=0)
+    generator, start = np.random.Generator(philox), philox.state
     first = 0
-    for length, probability, state in zip(batch.lengths, share.tolist(), states):
+    for length, probability, key in zip(batch.lengths, share.tolist(), keys):
         end = first + length
-        out[first:end] = np.random.Generator(np.random.Philox(key=state)).binomial(counts[first:end], probability)
+        start["state"]["key"][0] = key
+        philox.state = start
+        out[first:end] = generator.binomial(counts[first:end], probability)
         first = end
     return torch.from_numpy(out)
