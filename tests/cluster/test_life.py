@@ -19,7 +19,7 @@ import pytest
 
 from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig, inside
-from tests.distributed.command import pids_with, wait_for, words
+from tests.distributed.command import pids_with, wait_for
 
 STEPS = 100
 OPTIONS = run_options(STEPS, lr=3e-4)
@@ -52,6 +52,7 @@ class Life:
         self.rig, self.corpus, self.folder = rig, corpus, folder
         self.train = folder / "results" / "runs" / "life" / "train"
         self.launcher: Launched | None = None
+        self.undisturbed: Launched | None = None
 
     def start(self, rest_s: float = 0.8, **environment: str) -> Launched:
         """The same command as always; its workers rest `rest_s` after each step."""
@@ -86,7 +87,11 @@ class Life:
 def life(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     need_killable_nodes(rig)
     found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
+    alone = tmp_path_factory.mktemp("alone") / "train"
+    # it trains while others wait for the nodes
+    found.undisturbed = Launched.start(corpus, alone, OPTIONS, {}, rest_s=0, nproc_per_node=1)
     yield found
+    found.undisturbed.end()
     if found.launcher is not None and found.launcher.process.poll() is None:
         os.killpg(found.launcher.process.pid, signal.SIGINT)
         found.launcher.end()
@@ -186,14 +191,13 @@ def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(lif
     assert life.rig.squeue() == []
 
 
-def test_the_curve_is_that_of_an_undisturbed_run(life: Life, tmp_path: Path) -> None:
+def test_the_curve_is_that_of_an_undisturbed_run(life: Life) -> None:
     assert life.now.process.poll() == 75, "an earlier test of this life failed"
     last = life.start(rest_s=0)
-    command = words(life.corpus, tmp_path / "train", OPTIONS, nproc_per_node=1)
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-    undisturbed = Launched(last.process, tmp_path / "train", last.log)
+    assert life.undisturbed is not None
+    assert life.undisturbed.end() == 0, life.undisturbed.printed
     assert last.end() == 0, last.printed
-    assert last.losses() == pytest.approx(undisturbed.losses(), abs=1e-5)
+    assert last.losses() == pytest.approx(life.undisturbed.losses(), abs=1e-5)
     assert list(last.losses()) == list(range(1, STEPS + 1))
 
 

@@ -34,7 +34,9 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
 
     lines = cellmill("preflight", "--profile", "long", "--no-job")
     limit = "set-resources: preprocess: runtime: 60"
-    assert f"no  stage preprocess: time limit: cpu allows 60 min, requested: 90; {limit}" in lines, lines
+    assert f"no  stage preprocess, time limit: partition cpu (sinfo) allows 60 min, requested: 90; {limit}" in lines, (
+        lines
+    )
     assert "ok  stage shard: fits cpu, 10 min, 1500 MB, 4 CPUs" in lines, lines
     printed = project.folder / "printed"
     with open(printed, "w") as output:

@@ -73,14 +73,13 @@ def test_lost_processes_are_restarted_if_that_can_help(
     assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
 
 
-def test_a_node_that_never_comes_is_named_and_no_process_of_the_training_began(tmp_path: Path) -> None:
+def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> None:
     task = NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path), join_s=1.0)
     task.write()
     printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
     assert first.returncode == 1, printed
-    assert task.error.read_text().startswith("1 of 2 nodes have not joined within 1 s: 127.0.0.2; ")
+    assert task.error.read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
     assert "Traceback" not in printed
-    assert json.loads((tmp_path / "attempt-000.json").read_text())["worked_at"] is None
 
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:

@@ -192,18 +192,20 @@ def test_nodes_that_never_join_are_named_and_end_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: Nodes
 ) -> None:
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
+    monkeypatch.setattr(agent, "LATE_S", 0.0)
     store, names = nodes.client(nodes.first), tuple(f"n{number}" for number in range(1, 13))
     for number in (0, 2):
         store.set(f"{rendezvous.NODES}/{number}", "")
     with pytest.raises(SystemExit) as end:
         agent.wait_for_agents(replace(nodes.rendezvous, nodes=12, hosts=names, join_s=0.1), store)
     line = (
-        "10 of 12 nodes have not joined within 0.1 s: n2, n4, n5, n6, n7, n8, n9, n10, …; their logs may say why; "
+        "10 of 12 nodes have not joined: n2, n4, n5, n6, n7, n8, n9, n10, …; their logs may say why; "
         "to leave them out, set sbatch_options: exclude=NODE in the profile"
     )
-    assert (str(end.value), (tmp_path / "error.txt").read_text()) == (line, line)
+    assert (str(end.value), (tmp_path / "error.txt").read_text(), (tmp_path / "late.txt").read_text()) == (line,) * 3
     store.set(f"{rendezvous.NODES}/1", "")
     agent.wait_for_agents(replace(nodes.rendezvous, nodes=3, hosts=names[:3], join_s=0.1), store)
+    assert not (tmp_path / "late.txt").exists()
 
 
 def test_the_interface_between_nodes_is_named_where_a_node_s_name_is_its_loopback(

@@ -21,6 +21,7 @@ import psutil
 from cellmill.files import write_text
 from cellmill.launch.job import ERROR_FILE
 from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous, node_name
+from cellmill.runs.jobs import LATE
 
 try:
     from torch.distributed import PrefixStore, TCPStore
@@ -45,6 +46,7 @@ except Exception as error:  # a library that torch loads may be missing too
 
 BACKEND = "cellmill"
 _STORES = 5  # tries to close a store before a stranger connects
+LATE_S = 10.0  # after which nodes that have not joined are named
 TIMEOUT = timedelta(minutes=10)  # until all agents have started, as torchrun's static rendezvous
 
 
@@ -76,7 +78,7 @@ class ClosedRendezvous(RendezvousHandler):
             port = Relay(node, None).start()
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
         store.set(f"{NODES}/{node.node}", node_name())
-        if node.node == 0 and node.join_s:
+        if node.node == 0 and node.join_s and os.environ[ERROR_FILE]:
             wait_for_agents(node, store)
         address = RendezvousStoreInfo(LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, store), node.node, node.nodes, address)
@@ -114,19 +116,26 @@ class ClosedRendezvous(RendezvousHandler):
 
 
 def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
-    """Wait until the agents of all nodes have joined; end this one with a line that names those that have not."""
-    began = time.monotonic()
+    """Wait until the agents of all nodes have joined; end this one with a line that names those that have not.
+
+    Meanwhile the line is in a file: the job may reach its time limit first."""
+    began, error, said = time.monotonic(), Path(os.environ[ERROR_FILE]), ""
     while late := [host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])]:
-        if time.monotonic() - began >= node.join_s:
-            who = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
-            line = (
-                f"{len(late)} of {node.nodes} nodes have not joined within {node.join_s:g} s: {who}; their logs may "
-                "say why; to leave them out, set sbatch_options: exclude=NODE in the profile"
-            )
-            if os.environ[ERROR_FILE]:
-                write_text(Path(os.environ[ERROR_FILE]), line)
+        waited_s = time.monotonic() - began
+        who = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
+        line = (
+            f"{len(late)} of {node.nodes} nodes have not joined: {who}; their logs may say why; to leave them out, set "
+            "sbatch_options: exclude=NODE in the profile"
+        )
+        if waited_s >= node.join_s:
+            write_text(error, line)
             sys.exit(line)
+        if waited_s >= LATE_S and line != said:
+            with suppress(OSError):  # a full disk
+                write_text(error.with_name(LATE), line)
+            said = line
         time.sleep(0.2)
+    error.with_name(LATE).unlink(missing_ok=True)
 
 
 def interface_between_nodes(first: str) -> str | None:

@@ -32,7 +32,7 @@ from cellmill.launch.job import Job, Restarts, agent_environment, run_local, wai
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
-from cellmill.runs.jobs import CONNECTION, JobRecord, Jobs, write_if_room
+from cellmill.runs.jobs import CONNECTION, LATE, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
@@ -111,7 +111,7 @@ class NodeTask:
             if node.rank == 0:
                 own = claim(Path(self.folder).parents[1], node.job_id)
                 at_end.callback(own.release)
-                for line in (self.error, self.error.with_name(CONNECTION)):  # of an earlier attempt
+                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE))):  # of an earlier attempt
                     line.unlink(missing_ok=True)
                 attempt = Attempt(self, node, own)
             kills_before, restarts = oom_kills(), Restarts(self.job(node))
@@ -149,10 +149,7 @@ class NodeTask:
                     # NCCL may not notice that processes of another node have died, and wait for them
                     signal_all([*workers, agent.pid], signal.SIGKILL)
                     continue
-                if workers and not worked:
-                    worked = True
-                    if attempt is not None:
-                        attempt.note(worked_at=time.time())
+                worked = worked or bool(workers)
                 if restart and stop.received and not worked:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
                 if stop.received:
@@ -203,7 +200,6 @@ class Attempt:
             "job_id": node.job_id,
             "started_at": time.time(),
             "seen_at": None,
-            "worked_at": None,
             "ended_at": None,
             "hosts": node.hosts,
             "processes": nodes * task.nproc_per_node,

@@ -57,7 +57,7 @@ class ShortJobs:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
         timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
         trained_s, announced = (after_s or 0.0) - self._before_s, was_to_save and ended.state != "PREEMPTED"
-        if ended.worked and not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
+        if not ended.late and not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
             took_s = limit_s if timeout else elapsed_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
@@ -159,7 +159,7 @@ class SlurmLauncher:
                 too_short = short.line(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE)))
                 fruitless = 0 if saved > saved_before else fruitless + 1
                 if fruitless == FRUITLESS_JOBS:
-                    advice = TOO_SHORT if ended.worked and ended.state != "FAILED" else ""
+                    advice = "" if ended.late or ended.state == "FAILED" else TOO_SHORT
                     raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
                 if too_short:
@@ -250,8 +250,7 @@ class SlurmLauncher:
                 f"{self.folder.path}: no space left ({free} bytes); make room and run the same command {where}"
             )
         if ended.state in INFRASTRUCTURE:
-            before = "" if ended.worked else f" before any process of the training began, log: {ended.log}"
-            return f"job {ended.job_id} ended with {ended.state}{before}"
+            return f"job {ended.job_id} ended with {ended.state}{f': {ended.late}' if ended.late else ''}"
         if ended.state != "FAILED":
             raise UserError(f"the job ended with {ended.state} before the training was done {where}")
         if not ended.log.exists():

@@ -5,6 +5,7 @@
     attempt-000.json       when and where it ran; one for each time SLURM started it
     error.txt              one line saying what went wrong, if a process knew
     connection.txt         the first collective that failed, perhaps for the end of another process
+    late.txt               nodes for which the first one waits, until they have joined
     node-N.log             messages and tracebacks of torchrun on node N, if there are any
     cancelled              empty; `cellmill cancel` requested the end of the job
     {job}_{task}_log.out   output of the tasks
@@ -27,7 +28,6 @@ import re
 import secrets
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,7 @@ def seconds(text: str) -> float | None:
 
 
 CONNECTION = "connection.txt"
+LATE = "late.txt"
 CANCELLED = "cancelled"
 
 
@@ -225,11 +226,9 @@ class JobRecord:
         return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]
 
     @property
-    def worked(self) -> bool:
-        """False if its last start began no process of the training, as a node did not join."""
-        with suppress(DataError):
-            return all(start.get("worked_at", start["started_at"]) for start in self.attempts()[-1:])
-        return True
+    def late(self) -> str | None:
+        """The line about nodes that had not joined when its last start ended; None if all had."""
+        return error_line(self.path, LATE)
 
     def write(self) -> JobRecord:
         """Write job.json; return the record."""
