@@ -96,5 +96,6 @@ def test_more_jobs_shorten_the_longest_and_not_the_work(tmp_path: Path, capsys: 
     told = capsys.readouterr().out
     assert "100,000,000 cells of 2,000 genes in 2 files" in told
     assert re.search(r"^shard +1 ", told, re.M)
+    assert "cells on disk: 1,200.0 GB, with preprocess.compression gzip 320.0 GB and 10.00 CPU h more" in told
     assert main([*given, "d"]) == 2
     assert "no corpus 'd'" in capsys.readouterr().err

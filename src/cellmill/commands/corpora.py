@@ -96,6 +96,14 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
     print(f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}")
     for cost in costs:
         print(_line(cost))
+    gzip, plain = (
+        corpus_cost(sizes, genes_per_cell, options.preprocess.model_copy(update={"compression": given}), options.shard)
+        for given in ("gzip", None)
+    )
+    print(
+        f"cells on disk: {plain[0].gigabytes:,.1f} GB, with preprocess.compression gzip {gzip[0].gigabytes:,.1f} GB "
+        f"and {sum(cost.cpu_hours for cost in gzip) - sum(cost.cpu_hours for cost in plain):,.2f} CPU h more"
+    )
     print(
         f"in turn {sum(cost.hours for cost in costs):,.2f} h, {sum(cost.cpu_hours for cost in costs):,.2f} CPU h, "
         f"{sum(cost.files for cost in costs):,} files, {sum(cost.gigabytes for cost in costs):,.1f} GB; training and "

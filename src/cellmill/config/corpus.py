@@ -73,9 +73,10 @@ class Preprocess(Section):
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = Field(
-        "gzip",
-        description="Compression of the preprocessed cells; any AnnData reader opens them. null takes about four times "
-        "the disk and less CPU time (benchmarks/README.md); the shards are the same.",
+        None,
+        description="Compression of the preprocessed cells; any AnnData reader opens them. gzip takes a quarter of the "
+        "disk and 1.8 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are "
+        "the same. `cellmill plan_corpus` prints the disk of both.",
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ import torch
 from cellmill.config.checks import check_rows
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed
-from cellmill.data.arrays import inverse_medians, rank_order_rows, select_columns
+from cellmill.data.arrays import inverse_medians, rank_order_rows, select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
@@ -124,10 +124,10 @@ def tokens_of(
         if columns.ordered:
             totals += raw.nnz, raw.nnz
         else:
-            measured = raw.data[columns.measured[raw.indices]]
+            measured = raw.data if columns.measured.all() else raw.data[columns.measured[raw.indices]]
             totals += int(block.data.sum(dtype=np.int64)), int(measured.sum(dtype=np.int64))
-        nonempty = np.flatnonzero(np.diff(block.indptr))
-        block, cells = block[nonempty], cells[nonempty].astype(np.int64)
+        nonempty = np.diff(block.indptr) > 0
+        block, cells = select_rows(block, nonempty), cells[nonempty].astype(np.int64)
         starts = block.indptr.astype(np.int64)
         if columns.ordered:
             genes, counts = columns.target[block.indices], block.data
@@ -151,13 +151,15 @@ def embed_cells(
     columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
     per_cell = {"levels": levels_of(reader, model)}
     of_columns = np.zeros(reader.n_vars)
-    batches = tokens_of(_counted(reader, of_columns), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
+    unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
+    rows = progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs)
+    rows = _counted(rows, of_columns) if unnamed else rows
+    batches = tokens_of(rows, columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
     embedded = embed_batches(batches, model, reader.n_obs, token_budget, precision)[chosen]
     if np.isnan(embedded).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     without = int(np.isnan(embedded[:, 0]).sum())
     absent = tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs)
-    unnamed = [] if columns.unnamed is None else np.flatnonzero(columns.unnamed).tolist()
     lost = sorted(unnamed, key=lambda column: -of_columns[column])
     return Embedding(
         embedded,
@@ -170,9 +172,9 @@ def embed_cells(
     )
 
 
-def _counted(reader: CountsReader, of_columns: np.ndarray) -> Iterator[sp.csr_matrix]:
-    """Rows of the file, whose counts are added to those of each column, float64."""
-    for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
+def _counted(rows: Iterable[sp.csr_matrix], of_columns: np.ndarray) -> Iterator[sp.csr_matrix]:
+    """Rows of a file, whose counts are added to those of each column, float64."""
+    for raw in rows:
         of_columns += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
         yield raw
 
