@@ -168,12 +168,12 @@ def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Li
     job = life.job()
     elapsed = life.rig.call("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
     ran_s = 60 * int(elapsed[-2]) + int(elapsed[-1])
-    # 20 to 80 s from now, within save_within_s: SLURM sends the signal when it next looks
-    life.rig.call("scontrol", "update", f"jobid={job}", f"timelimit={(ran_s + 20) // 60 + 1}")
-    life.now.wait_for_print("stopped and saved before its time limit or a preemption; going on from step")
+    # 50 to 110 s from now: SLURM sends the signal when it next looks within save_within_s
+    life.rig.call("scontrol", "update", f"jobid={job}", f"timelimit={(ran_s + 50) // 60 + 1}")
+    life.now.wait_for_print(f"job {job} stopped and saved before its time limit or a preemption; going on from step")
     wait_for(lambda: [line.split()[0] != job for line in life.rig.squeue()] == [True], lambda: life.now.printed)
     assert life.now.step() < STEPS, "it was done too early"
-    assert life.now.records()[-2]["state"] == "COMPLETED"
+    assert [record["state"] for record in life.now.records() if record["job_id"] == job] == ["COMPLETED"]
 
 
 def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(life: Life) -> None:
