@@ -64,7 +64,7 @@ class Project:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=300,
+            timeout=1200,  # a limit for hangs; a busy machine takes 300 s for what takes 60
         )
 
     def ran(self, *arguments: str, profile: str | None = "profiles/local") -> str:
@@ -121,7 +121,7 @@ def project(tmp_path: Path, cells: Path) -> Project:
 def done(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> tuple[Project, str]:
     """A project in which everything has run, and the output of that run. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("done") / "project", cells)
-    return project, project.ran()
+    return project, project.ran("--set-resources", "train:nproc_per_node=2")
 
 
 @pytest.fixture
