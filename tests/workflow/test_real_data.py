@@ -39,6 +39,7 @@ SMALL = {
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_all_datasets_go_through_one_configuration_to_one_report(tmp_path: Path) -> None:
     header, *rows = TABLE.splitlines()
     names = [row.partition("\t")[0] for row in rows]
