@@ -9,6 +9,11 @@ import pytest
 from tools import house
 
 HEAVY = ("torch", "pandas", "anndata", "h5py", "scipy", "sklearn", "matplotlib", "numpy")
+LATE = (
+    *("umap", "sklearn", "numba", "scipy.stats", "scipy.optimize", "sympy", "torch._dynamo"),
+    *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.tensor"),
+)
+"""Modules that take 0.1 to 1.5 s to import."""
 TREES = house.parse()
 
 
@@ -66,10 +71,10 @@ def test_no_import_hides_inside_a_function() -> None:
     assert hidden == [], f"imports inside functions: {hidden}"
 
 
-def loaded_by(*names: str) -> set[str]:
-    """Packages of HEAVY that are in memory after a fresh Python has imported these modules."""
+def loaded_by(*names: str, among: tuple[str, ...] = HEAVY, then: str = "") -> set[str]:
+    """Packages that are in memory after a fresh Python has imported these modules and run the lines `then`."""
     lines = [f"import {name}" for name in names]
-    code = "\n".join([*lines, "import sys", f"print(*[name for name in {HEAVY!r} if name in sys.modules])"])
+    code = "\n".join([*lines, then, "import sys", f"print(*[name for name in {among!r} if name in sys.modules])"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
@@ -97,3 +102,28 @@ def test_the_module_imports_no_torch(module: str) -> None:
 
 def test_the_process_that_walks_an_input_first_imports_h5py_alone() -> None:
     assert loaded_by("cellmill.data.inputs.h5_walk") == {"h5py", "numpy"}  # one starts for each input that is opened
+
+
+@pytest.mark.parametrize(
+    ("stage", "used"),
+    [
+        ("data", set()),
+        ("train", set()),
+        ("plan", {"sympy", "torch.distributed.tensor"}),
+        ("export", {"sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"}),
+        ("cells", set()),
+        ("report", set()),
+    ],
+)
+def test_a_stage_imports_no_slow_module_that_it_does_not_use(stage: str, used: set[str]) -> None:
+    assert loaded_by(f"cellmill.stages.{stage}", among=LATE) <= used
+
+
+def test_a_model_is_built_and_filled_without_the_compiler_and_tensors_of_a_mesh() -> None:
+    lines = (
+        "from cellmill.models.build import build",
+        "from cellmill.parallel.materialize import to_empty",
+        "from tests.models import spec",
+        "to_empty(build(spec(9)), 'cpu')",
+    )
+    assert loaded_by(among=LATE, then="\n".join(lines)) == set()

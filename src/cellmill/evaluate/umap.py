@@ -1,13 +1,9 @@
-"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv of drawn cells."""
+"""Seeded, single-threaded UMAP of embeddings: the same cells give the same picture."""
 
-import csv
-import io
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +13,8 @@ from numba.core.dispatcher import Dispatcher
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.data.arrays import text_values
-from cellmill.errors import DataError
 from cellmill.evaluate.scores import draw_cells
-from cellmill.files import require_file, write_text
+from cellmill.evaluate.umap_file import write_umap as write_umap
 
 COMPILED = (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse)
 APPROXIMATE_FROM = 4096  # cells from which umap-learn does not compute all distances
@@ -76,33 +71,3 @@ def umap_rows(
         (name, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
         for cell, (x, y) in zip(cells, project(vectors[cells], seed))
     ]
-
-
-COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
-
-
-def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
-    """Write `rows`, one value per column, as tab-separated text."""
-    text = io.StringIO()
-    csv.writer(text, delimiter="\t", lineterminator="\n").writerows([COLUMNS, *rows])
-    write_text(path, text.getvalue())
-
-
-def read_umap(path: Path) -> list[dict[str, str]]:
-    """Rows as text by column; none when the file is absent. Raises DataError for a damaged file."""
-    if not path.exists():
-        return []
-    require_file(path)
-    rows = []
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            lines = csv.reader(file, delimiter="\t")
-            if tuple(next(lines, ())) != COLUMNS:
-                raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
-            for line in lines:
-                if len(line) != len(COLUMNS) or not all(isfinite(float(value)) for value in line[3:5]):
-                    raise ValueError(f"expected {', '.join(COLUMNS)}")
-                rows.append(dict(zip(COLUMNS, line)))
-    except (ValueError, csv.Error) as error:
-        raise DataError(f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again") from None
-    return rows

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cellmill.config.parallel import Style
 from cellmill.config.parts.methods import LoraConfig
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.finetune.method import Depth, Method
 from cellmill.models.blocks import is_linear, is_transposed
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
-from cellmill.parallel.apply import Style
 from cellmill.parallel.cpu_matmul import Linear
 
 STYLES: dict[Style, tuple[Style, Style, Style]] = {

@@ -12,12 +12,12 @@ Legend: T tokens of the batch, n of a cell, h heads, d width of a head.
 """
 
 from functools import cache
+from importlib import import_module
 from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.parallel.cpu_matmul import product
@@ -115,6 +115,8 @@ def attention(
     suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if suits and _has_flash(q.device):
         longest, window = max(lengths), (-1, 0 if causal else -1)
+        # only here: the module imports torch's compiler, half a second
+        varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         return cast(torch.Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window))
     return _by_length(q, k, v, lengths, causal)
 

@@ -31,7 +31,7 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import PIECE, fill_part
-from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part
+from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part, to_empty
 
 WEIGHTS = "model.safetensors"
 
@@ -118,7 +118,7 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     tensors = dict(file.tensors())
     if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise unusable(weights, f"{wrong[0]} has values that are not finite")
-    model = model.to_empty(device="cpu")  # after the checks: a damaged config.json may ask for any size
+    model = to_empty(model, "cpu")  # after the checks: a damaged config.json may ask for any size
     model.load_state_dict(tensors, assign=True)
     fill_buffers(model, config.get("seed", 0), vocabulary)
     return model.eval(), vocabulary, config

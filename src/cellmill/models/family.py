@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cellmill.config.parallel import Style
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective
-from cellmill.parallel.apply import Style
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import Fill
-from cellmill.parallel.apply import Style
 from cellmill.runs.verdict import Verdict, compare
 
 

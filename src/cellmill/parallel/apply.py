@@ -46,7 +46,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cellmill.config.parallel import Parallel
+from cellmill.config.parallel import Parallel, Style
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import keep_stage
@@ -132,24 +132,6 @@ def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> Non
         for name in methods:
             compiled = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)
             setattr(block, name, compiled)
-
-
-Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]
-"""Sharding of one module.
-
-columns
-    A linear layer sharded by outputs: by whole heads, or by feed-forward width.
-rows
-    The linear layer after it, sharded by inputs; its outputs are summed over ranks.
-vocabulary
-    An embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`.
-norm
-    A replicated module between two sharded ones: with sequence parallel it sees this rank's tokens.
-enter
-    A module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens.
-leave
-    The first module that needs all tokens again.
-"""
 
 
 def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh) -> None:

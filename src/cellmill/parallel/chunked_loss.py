@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from cellmill.parallel.cpu_matmul import autocast_dtype, product
+from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
 CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
@@ -52,7 +52,7 @@ def chunked_loss(
     `backward` can run once. Collective over the ranks that share a sharded table.
     """
     group, rows = None, len(table)
-    if isinstance(table, DTensor):
+    if is_dtensor(table):
         targets.first_row, group = first_row(table), table.device_mesh.get_group()
         rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
         states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from cellmill.parallel.torch_private import HAS_ONEDNN_LINEAR, linear_onednn
+from cellmill.parallel.torch_private import HAS_ONEDNN_LINEAR, is_dtensor, linear_onednn
 
 LARGE = 1 << 24  # multiply-adds from which oneDNN is faster
 
@@ -33,7 +32,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         autocast = autocast_dtype(input) is not None
-        if autocast or isinstance(self.weight, DTensor) or not _use_onednn(input, self.weight):
+        if autocast or is_dtensor(self.weight) or not _use_onednn(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias)
 

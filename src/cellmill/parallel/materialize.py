@@ -6,12 +6,19 @@ keeps come from torch's own placements; no layout is computed here.
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
-from cellmill.parallel.torch_private import is_persistent
+from cellmill.parallel.torch_private import is_dtensor, is_persistent
+
+if TYPE_CHECKING:  # takes half a second to import; where there is a DTensor, it has been
+    import torch.distributed.tensor
+
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def materialize(
@@ -25,7 +32,7 @@ def materialize(
     `tensors` are (plain name, this rank's part as a CPU tensor) of all, in any order. `buffer_device` is the buffers'
     if another: FSDP2 offloads parameters, never buffers.
     """
-    model.to_empty(device=device)
+    to_empty(model, device)
     if buffer_device not in (None, device):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -34,13 +41,28 @@ def materialize(
     assert not (empty := {name for name, _ in named_tensors(model)} - filled), f"no value for {sorted(empty)}"
 
 
+class _EmptyLike(TorchFunctionMode):
+    """Create tensors like plain ones of the meta device without torch's reference of it, which imports sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_like and args[0].is_meta and not is_dtensor(args[0]):
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def to_empty(model: AnyModule, device: torch.device | str) -> AnyModule:
+    """Give every parameter and buffer of `model` memory on `device`, in place; returns the model."""
+    with _EmptyLike():
+        return model.to_empty(device=device)
+
+
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Copy own parts into parameters and buffers by plain name; returns the names. No communication."""
     targets, filled = dict(named_tensors(model)), set()
     for name, part in tensors:
         target = targets[name]
-        own = target.to_local() if isinstance(target, DTensor) else target
+        own = target.to_local() if is_dtensor(target) else target
         assert own.shape == part.shape, f"{name}: {tuple(part.shape)} for {tuple(own.shape)}"
         own.copy_(part)
         filled.add(name)
@@ -89,17 +111,19 @@ def as_index(chosen: list[int]) -> slice | list[int]:
 
 
 def _own(tensor: torch.Tensor, dim: int) -> slice | list[int]:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return slice(None)
+    dt = torch.distributed.tensor
+    whole = dt.Replicate()
     # a tensor may be cut along one dim over several axes of the mesh, and in an order of its own
-    placements = [placed if getattr(placed, "dim", None) == dim else Replicate() for placed in tensor.placements]
-    if all(placed == Replicate() for placed in placements):
+    placements = [placed if getattr(placed, "dim", None) == dim else whole for placed in tensor.placements]
+    if all(placed == whole for placed in placements):
         return slice(None)
     n = tensor.shape[dim]
     every = torch.arange(n, device=tensor.device_mesh.device_type).view(
         [n if d == dim else 1 for d in range(tensor.ndim)]
     )
     # src_data_rank=None: every rank has the full tensor, so nothing is sent
-    part = distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None)
+    part = dt.distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None)
     own: list[int] = part.to_local().flatten().tolist()
     return slice(None) if len(own) == n else as_index(own)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from cellmill.config.parallel import Parallel, layout
-from cellmill.parallel.torch_private import flatten_axes
+from cellmill.parallel.torch_private import flatten_axes, is_dtensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -77,13 +76,13 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh of a DTensor, None for a plain tensor."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return tensor.device_mesh if is_dtensor(tensor) else None
 
 
 def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
     """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it before its first pass."""
     assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:

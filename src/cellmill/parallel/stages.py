@@ -14,14 +14,16 @@ section 6 (V shape: the first and the last stage share a rank).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.materialize import plain_name
+
+if TYPE_CHECKING:  # it takes half a second to import, which only a pipeline needs (`parallel.pipeline`)
+    from torch.distributed.pipelining import PipelineStage
 
 Key = tuple[int, int]  # number of micro-batches, and tokens of each
 
@@ -31,7 +33,7 @@ class _Made:
     """A schedule and the stages of this rank in it."""
 
     schedule: Any
-    stages: Sequence[PipelineStage]
+    stages: Sequence["PipelineStage"]
     shapes: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
 
@@ -58,7 +60,7 @@ class _Made:
 class Schedules:
     """Schedules by key; `make` returns one and this rank's stages in it. Ranks of a pipeline ask for the same keys."""
 
-    def __init__(self, make: Callable[[int, int], tuple[Any, Sequence[PipelineStage]]], device: torch.device) -> None:
+    def __init__(self, make: Callable[[int, int], tuple[Any, Sequence["PipelineStage"]]], device: torch.device) -> None:
         self._make, self._device = make, device
         self._made: dict[Key, _Made] = {}
         self._in_use: _Made | None = None

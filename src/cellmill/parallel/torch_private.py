@@ -5,7 +5,7 @@ private names of other packages everywhere else.
 """
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
+if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
+    import torch.distributed.tensor
+
 HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """True if this build of torch has `linear_onednn`."""
+
+
+def is_dtensor(tensor: torch.Tensor | None) -> "TypeGuard[torch.distributed.tensor.DTensor]":
+    """True for a DTensor, known by its mesh: a process without one does not import the class."""
+    return hasattr(tensor, "device_mesh")
 
 
 def linear_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -13,17 +13,21 @@ Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
+
+from cellmill.parallel.torch_private import is_dtensor
+
+if TYPE_CHECKING:  # takes half a second to import; where there is a DTensor, it has been
+    import torch.distributed.tensor
 
 
 def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """(T,) int64 and (V, H) -> (T, H), replicated."""
-    if not isinstance(table, DTensor):
+    if not is_dtensor(table):
         return F.embedding(tokens, table)
     return _over_ranks(tokens, table, len(tokens), lambda rows, inside, own: F.embedding(rows, own) * inside[:, None])
 
@@ -32,7 +36,7 @@ def embed_bags(
     tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over a cell's tokens."""
-    if not isinstance(table, DTensor):
+    if not is_dtensor(table):
         return _sum_bags(tokens, values, cu_seqlens, table)
     n_cells = len(cu_seqlens) - 1
     return _over_ranks(
@@ -42,7 +46,7 @@ def embed_bags(
 
 def _over_ranks(
     tokens: torch.Tensor,
-    table: DTensor,
+    table: "torch.distributed.tensor.DTensor",
     n: int,
     read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
@@ -54,8 +58,9 @@ def _over_ranks(
         found = read(rows.clamp(0, len(own) - 1), inside, own)
     else:  # fewer table rows than ranks
         found = own.new_zeros(n, own.shape[1]) + own.sum()
-    part = DTensor.from_local(found, table.device_mesh, [Partial()])
-    return part.redistribute(placements=[Replicate()]).to_local()
+    dt = torch.distributed.tensor
+    part = dt.DTensor.from_local(found, table.device_mesh, [dt.Partial()])
+    return part.redistribute(placements=[dt.Replicate()]).to_local()
 
 
 def _sum_bags(
@@ -69,24 +74,28 @@ def _sum_bags(
 
 def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor sharded along V where the table is sharded."""
-    if not isinstance(table, DTensor):
+    if not is_dtensor(table):
         return F.linear(states, table.to(states.dtype), bias.to(states.dtype)).float()
     states, rows, bias = own_rows(states, table, bias)
     own = F.linear(states, rows.to(states.dtype), bias.to(states.dtype)).float()
     whole = torch.Size((len(states), len(table)))
-    return DTensor.from_local(own, table.device_mesh, [Shard(1)], shape=whole, stride=(whole[1], 1))
+    dt = torch.distributed.tensor
+    return dt.DTensor.from_local(own, table.device_mesh, [dt.Shard(1)], shape=whole, stride=(whole[1], 1))
 
 
-def own_rows(states: torch.Tensor, table: DTensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def own_rows(
+    states: torch.Tensor, table: "torch.distributed.tensor.DTensor", *vectors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain tensors."""
-    mesh = table.device_mesh
+    mesh, dt = table.device_mesh, torch.distributed.tensor
+    share, whole = [dt.Shard(0)], [dt.Replicate()]
     # each rank's rows contribute a partial gradient of the replicated states
-    states = DTensor.from_local(states, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-    own = (DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local() for x in vectors)
+    states = dt.DTensor.from_local(states, mesh, whole).to_local(grad_placements=[dt.Partial()])
+    own = (dt.DTensor.from_local(x, mesh, whole).redistribute(placements=share).to_local() for x in vectors)
     return states, table.to_local(), *own
 
 
-def first_row(table: DTensor) -> int:
+def first_row(table: "torch.distributed.tensor.DTensor") -> int:
     """Return the index of this rank's first row, as torch shards: ceil(V / ranks) rows each, fewer on the last."""
     mesh = table.device_mesh
     return -(-len(table) // mesh.size()) * mesh.get_local_rank()

@@ -28,7 +28,7 @@ from cellmill.models.build import build
 from cellmill.models.export import fill_buffers, spec_of, write_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.labels import Classification
-from cellmill.parallel.materialize import named_tensors
+from cellmill.parallel.materialize import named_tensors, to_empty
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
 
@@ -55,7 +55,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         )
     spec = spec_of(state["options"] | {"levels": state.get("levels", {})}, genes.n_genes)
     method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
-    model = build(spec, method.transform).to_empty(device="cpu")
+    model = to_empty(build(spec, method.transform), "cpu")
     _load(checkpoint, model)
     adapter = method.adapter(model)
     if adapter is not None:  # merging overwrites its parameters
