@@ -175,7 +175,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
             seconds.append(time.perf_counter() - began)
             real_tokens, cells = real_tokens + int(lengths.sum()), cells + len(lengths)
             pairs = float(np.square(lengths.astype(np.float64)).sum())
-            flops += needs.flops(float(lengths.sum()), pairs, len(lengths))
+            flops += needs.flops.of(float(lengths.sum()), pairs, len(lengths))
             most = max(most, int(longest.sum()))
     measured = Measured(
         size,

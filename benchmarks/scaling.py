@@ -125,7 +125,7 @@ def here(arguments: argparse.Namespace) -> None:
     steps, sent_gbs = measure(arguments)
     cores, cells = len(os.sched_getaffinity(0)), arguments.cells
     size = sizes_of(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
-    flops = cells * size.flops(LENGTH, LENGTH**2, 1)
+    flops = cells * size.flops.of(LENGTH, LENGTH**2, 1)
     print(
         f"one process computes {flops / steps[1] / 1e9:.0f} GFLOP/s; one of two sends {sent_gbs:.2f} GB/s; "
         f"{size.parameters / 1e6:.1f}M parameters, {cells} cells of {LENGTH} genes a step and process, "

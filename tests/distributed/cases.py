@@ -33,7 +33,7 @@ from cellmill.parallel.mesh import build_mesh, gather_json
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
-from cellmill.planner.size import ModelSize, PartSize
+from cellmill.planner.size import Flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
@@ -42,8 +42,7 @@ from cellmill.train.worker import build_model, build_trainer
 from tests.distributed import buffered
 
 DEVICE = torch.device("cpu")
-NO_PART = PartSize(0, 0)
-NO_SIZE = ModelSize(1, NO_PART, NO_PART, NO_PART, NO_PART, 0, 0.0, 0.0, 0.0, 0.0, ((1, 0.0), (2, 0.0)))
+NO_FLOPS = Flops(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """For FLOPs in the log, at which no case looks; measuring a model took most of a short training's time."""
 
 
@@ -87,7 +86,7 @@ def trainer(
         "vocabulary": f"{corpus}/vocabulary.tsv",
         "manifest": str(manifest.path),
     }
-    made = build_trainer(TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), size=NO_SIZE)
+    made = build_trainer(TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), flops=NO_FLOPS)
     made.steps, lines = steps, Lines()
     made.trackers = [lines]
     if load:

@@ -177,7 +177,7 @@ def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) ->
     size = measure(spec)
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
     assert size.blocks == 2
-    assert size.flops(1, 0, 0) > 6 * size.blocks * size.block.parameters * 0.9
+    assert size.flops.of(1, 0, 0) > 6 * size.blocks * size.block.parameters * 0.9
 
 
 def test_a_folder_is_read_once_and_its_pickle_never(folder: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str)
     assert sum(stage.blocks for stage in stages) == SIZE.blocks
     tied = SIZE.tied.parameters
     assert sum(model.counts(rank).parameters for rank in range(3)) == SIZE.parameters + tied
-    assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(SIZE.flops(10, 100, 2))
+    assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(SIZE.flops.of(10, 100, 2))
     assert sorted(stage for rank in range(3) for stage in stages_of(rank, parallel)) == list(range(parallel.stages))
 
 

@@ -120,7 +120,7 @@ def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_p
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
     size = measure(ModelSpec.of(options, 40))
-    per_cell = size.flops(lengths.mean(), (lengths**2).mean(), 1)
+    per_cell = size.flops.of(lengths.mean(), (lengths**2).mean(), 1)
     planned = _plan(corpus, tmp_path, device="h100", nproc=4)
     assert planned["flops_per_step"] == pytest.approx(32 * per_cell)
     assert planned["step"]["compute_s"] == pytest.approx(32 / 4 * per_cell / (67e12 * 0.35))

@@ -113,9 +113,9 @@ def test_frozen_parameters_and_buffers_are_counted_as_such() -> None:
 def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
     size = measure(_spec())
     # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2 weights
-    assert size.block.flops_per_token == pytest.approx(6 * 12 * HIDDEN**2)
+    assert size.flops.block == pytest.approx(6 * 12 * HIDDEN**2)
     # two products of H multiply-adds for each query and key
-    assert size.pair_flops == pytest.approx(3 * 4 * HIDDEN)
+    assert size.flops.pair == pytest.approx(3 * 4 * HIDDEN)
 
 
 def test_flops_of_a_step_follow_the_published_formula() -> None:
@@ -123,7 +123,7 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 4, "mask_frac": 0.15, "cell_loss_weight": 0}
     size = measure(spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given))
     tokens = cells * length
-    measured = size.flops(tokens, cells * length**2, 0)
+    measured = size.flops.of(tokens, cells * length**2, 0)
     encoder = (24 * tokens * HIDDEN**2 + 4 * cells * length**2 * HIDDEN) * 3 * LAYERS
     head = 0.15 * (6 * tokens * HIDDEN * (genes + 2) + 6 * tokens * HIDDEN**2)
     assert measured == pytest.approx(encoder + head, rel=0.02)  # the measured batch masks nearly 15 %
@@ -192,8 +192,8 @@ def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() 
     matrices, biases, replicated = 12 * HIDDEN**2, 7 * HIDDEN, 6 * HIDDEN  # replicated: norms, biases of out and down
     assert whole.block.parameters == matrices + biases + replicated
     assert cut.block.parameters == (matrices + biases) / 2 + replicated
-    assert cut.block.flops_per_token == pytest.approx(whole.block.flops_per_token / 2)
-    assert cut.pair_flops == pytest.approx(whole.pair_flops / 2)
+    assert cut.flops.block == pytest.approx(whole.flops.block / 2)
+    assert cut.flops.pair == pytest.approx(whole.flops.pair / 2)
     # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
     assert cut.block.sums_per_token == 2 * HIDDEN
     assert cut.begin.sums_per_token == HIDDEN  # the embedding, whose vocabulary is cut
@@ -244,10 +244,10 @@ def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(laye
     size = measure(spec(genes, family="profile", hidden=hidden, layers=layers, objective="cell_decoding", view="drop"))
     # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder and its table
     blocks, decoder = 6 * layers * 8 * hidden**2, 6 * (hidden * 256 + 256 * (genes + 2))
-    assert size.pair_flops == 0
-    assert size.flops(1, 0, 0) == pytest.approx(0, abs=1)
-    assert size.blocks * size.block.flops_per_cell == pytest.approx(blocks)
-    assert size.flops(1000, 1e6, 1) == pytest.approx(blocks + decoder)
+    assert size.flops.pair == 0
+    assert size.flops.of(1, 0, 0) == pytest.approx(0, abs=1)
+    assert size.blocks * size.flops.block_by_cell == pytest.approx(blocks)
+    assert size.flops.of(1000, 1e6, 1) == pytest.approx(blocks + decoder)
 
 
 @pytest.mark.parametrize("family", ["encoder", "autoencoder"])

@@ -284,6 +284,7 @@ def test_a_batch_of_many_tokens_has_the_same_bits_with_and_without_the_loops(
     done: Future[Loops | None] = Future()
     done.set_result(loops if installed else None)
     monkeypatch.setattr(module, "_compiling", lambda: done)
+    monkeypatch.setattr(module, "_made", module._WORTH)
     kept, genes, counts, starts = many_cells(np.uint16, 3_000)
     assert len(kept.of(counts)) > module._MANY
     frozen = counts.copy()

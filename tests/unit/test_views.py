@@ -233,5 +233,5 @@ def test_without_shares_the_loss_is_the_cross_entropy_alone() -> None:
 def test_the_plan_counts_both_parts_and_their_second_forward_pass() -> None:
     one, two = (measure(_spec("encoder", view="drop", view_loss=on)) for on in (None, "vicreg"))
     # half of a cell in one forward and one backward pass, or all of it in two and one
-    assert two.block.flops_per_token / one.block.flops_per_token == pytest.approx(2 * 4 / 3, rel=0.1)
-    assert two.finish.flops_per_token == pytest.approx(one.finish.flops_per_token, rel=0.02)
+    assert two.flops.block / one.flops.block == pytest.approx(2 * 4 / 3, rel=0.1)
+    assert two.flops.finish == pytest.approx(one.flops.finish, rel=0.02)

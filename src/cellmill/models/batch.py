@@ -12,7 +12,7 @@ import torch
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Per
-from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
 from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ class EncoderBatch(Batch):
             "numbers": None,
             "cell": cell,
             "value_hidden": ~visible,
-            "token_keys": place if keys is None else keyed_bits(keyed_bits(batch.cells[cell], *keys, place), 1),
+            "token_keys": place if keys is None else keyed_bits(keyed_token_bits(batch.cells, cell, *keys, place), 1),
             "cell_keys": batch.cells if keys is None else keyed_bits(batch.cells, *keys),
         }
         if "center" not in own:

@@ -48,12 +48,12 @@ def threshold(probability: float) -> int:
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
-    state = state + _GOLDEN
-    state = (state ^ _shift(state, 30)) * _FIRST
-    state = (state ^ _shift(state, 27)) * _SECOND
-    return state ^ _shift(state, 31)
+    state = state + _GOLDEN  # a tensor of its own, changed in place: new memory costs more than the arithmetic
+    state.bitwise_xor_(_shift(state, 30)).mul_(_FIRST)
+    state.bitwise_xor_(_shift(state, 27)).mul_(_SECOND)
+    return state.bitwise_xor_(_shift(state, 31))
 
 
 def _shift(state: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift; torch's is arithmetic."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)

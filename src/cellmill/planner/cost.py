@@ -122,8 +122,8 @@ def step_time(
     """
     block_flops = 0.0  # of a block that is recomputed
     if model.parallel.activation_checkpointing is not None:
-        block = model.size.block
-        block_flops = block.flops_per_token * tokens + model.size.pair_flops * pairs + block.flops_per_cell * cells
+        flops = model.size.flops
+        block_flops = flops.block * tokens + flops.pair * pairs + flops.block_by_cell * cells
     again = 1 - BACKWARD_FRAC
     compute_s = max(
         sum(s.flops(tokens, pairs, cells) + again * s.blocks * block_flops for s in model.stages(rank)) / flops_per_s
@@ -172,7 +172,7 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)
-    flops_per_step = whole.flops(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
+    flops_per_step = whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
     own_cells = work.cells_per_step / model.layout.dp
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
     more = work.padding * tokens  # computed by a pipeline like any other token, in cells of PAD_CELL

@@ -63,7 +63,7 @@ class Stage:
         return Counts(self.blocks, self.first, self.last, parameters, trained, ends, ends_trained)
 
     def flops(self, tokens: float, pairs: float, cells: float) -> float:
-        return self.size.flops(tokens, pairs, cells, self.blocks, self.first, self.last)
+        return self.size.flops.of(tokens, pairs, cells, self.blocks, self.first, self.last)
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""

@@ -7,6 +7,8 @@ Tensors on the meta device take no memory, and torch's "fake" process group send
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,14 +42,40 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PartSize:
-    """Sizes of the part before the blocks, of one block, or of the part after them. Elements and FLOPs, not bytes."""
+    """Sizes of the part before the blocks, of one block, or of the part after them. Elements, not bytes."""
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    flops_per_token: float = 0.0  # forward and backward; a block's without its attention
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
     sums_per_token: float = 0.0  # reduced over tp without sequence parallelism; for a block in each of both passes
-    flops_per_cell: float = 0.0  # beside those per token: blocks whose rows are cells, heads of the cell embedding
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Measured FLOPs of a model on one tensor-parallel rank, forward and backward."""
+
+    blocks: int
+    begin: float  # per token, as those of the next two
+    block: float  # one block without its attention
+    finish: float
+    block_by_cell: float  # per cell beside those per token: blocks whose rows are cells, heads of the cell embedding
+    finish_by_cell: float
+    pair: float  # one block's attention per (query, key) pair of a cell
+
+    def of(
+        self,
+        tokens: float,
+        pairs: float,
+        cells: float,
+        blocks: int | None = None,
+        first: bool = True,
+        last: bool = True,
+    ) -> float:
+        """FLOPs for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
+        blocks = self.blocks if blocks is None else blocks
+        per_token = blocks * self.block + (first * self.begin + last * self.finish)
+        per_cell = blocks * self.block_by_cell + last * self.finish_by_cell
+        return per_token * tokens + blocks * self.pair * pairs + per_cell * cells
 
 
 @dataclass(frozen=True)
@@ -60,8 +88,8 @@ class ModelSize:
     finish: PartSize
     tied: PartSize  # parameters that are in both `begin` and `finish`
     buffers: int  # elements of all buffers
+    flops: Flops
     width: float  # elements per token that pass from block to block
-    pair_flops: float  # forward and backward of one block's attention per (query, key) pair of a cell
     selective_per_token: float  # `block.activations_per_token` with selective activation checkpointing
     working_per_token: float  # peak of a block's backward pass above its kept activations
     workspace: tuple[tuple[int, float], ...]
@@ -71,22 +99,6 @@ class ModelSize:
     def parameters(self) -> int:
         outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
         return self.blocks * self.block.parameters + outside
-
-    def flops(
-        self,
-        tokens: float,
-        pairs: float,
-        cells: float,
-        blocks: int | None = None,
-        first: bool = True,
-        last: bool = True,
-    ) -> float:
-        """FLOPs, forward and backward, for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
-        blocks = self.blocks if blocks is None else blocks
-        per_token = blocks * self.block.flops_per_token
-        per_token += first * self.begin.flops_per_token + last * self.finish.flops_per_token
-        per_cell = blocks * self.block.flops_per_cell + last * self.finish.flops_per_cell
-        return per_token * tokens + blocks * self.pair_flops * pairs + per_cell * cells
 
     def workspace_of(self, tokens: float) -> float:
         """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
@@ -105,8 +117,23 @@ def measure(
 ) -> ModelSize:
     """Return a model's sizes on one of `tp` ranks, cached. With tp > 1 there must be no default process group."""
     key = (repr((spec, finetune)), tp, sequence_parallel)
-    if key in _measured:
-        return _measured[key]
+    if key not in _measured:
+        with _measuring(spec, finetune, tp) as (spec, method):
+            _measured[key] = _measure(spec, method, tp, sequence_parallel)
+    return _measured[key]
+
+
+def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
+    """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
+    with _measuring(spec, finetune) as (spec, method):
+        model = _build(spec, method, 1, False, one_block=True)
+        blocks = len(list(build(spec, method.transform).get_submodule(model.plan.blocks).children()))
+        return _flops(model, blocks, *_long_and_short(model, spec, 1))
+
+
+@contextmanager
+def _measuring(spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1) -> Iterator[tuple[ModelSpec, Method]]:
+    """Yield the model to be measured, with tp > 1 in a process group that sends nothing."""
     # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
     collects = gc.isenabled()
     gc.disable()
@@ -114,33 +141,23 @@ def measure(
         assert not dist.is_initialized(), "sizes under tensor parallelism are measured in a process without a group"
         dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
-        spec = replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES))
         method = load_method(finetune or MethodConfig.model_validate({}))
-        _measured[key] = _measure(spec, method, tp, sequence_parallel)
+        yield replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES)), method
     finally:
         if tp > 1:
             dist.destroy_process_group()
         if collects:
             gc.enable()
-    return _measured[key]
 
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
-    cell_tokens = min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
+    cell_tokens = _cell_tokens(spec)
     multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
     if tp > 1:
         # DTensor keeps more alive when it sees an operation and its shapes for the first time
         _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
-    both = (cell_tokens, max(1, cell_tokens // 2))
-    long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS), multiple) for n in both)
-    block_flops, block_cell_flops = _by_token_and_cell(long, short, "block")
-    finish_flops, finish_cell_flops = _by_token_and_cell(long, short, "finish")
-    pair_flops = 0.0
-    if long.pairs_per_token > short.pairs_per_token and not block_cell_flops:
-        difference = long.block.flops / long.tokens - short.block.flops / short.tokens
-        pair_flops = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
-        block_flops -= pair_flops * long.pairs_per_token
+    long, short = _long_and_short(model, spec, multiple)
     # reductions are measured without sequence parallelism; the planner derives its collectives from them
     reduced = long
     if tp > 1:
@@ -156,28 +173,48 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
 
-    def part(name: str, flops_per_token: float, kept: float, reduced_bytes: int, cell_flops: float = 0.0) -> PartSize:
-        sums = reduced_bytes / FLOAT32 / reduced.tokens
-        return PartSize(counts[name][0], counts[name][1], flops_per_token, kept, sums, cell_flops)
+    def part(name: str, kept: float, reduced_bytes: int) -> PartSize:
+        return PartSize(counts[name][0], counts[name][1], kept, reduced_bytes / FLOAT32 / reduced.tokens)
 
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
-    # rows of the global batch take a forward pass of their own, without heads
-    passes = PASSES + bool(model.objective.row_widths)
     return ModelSize(
         blocks=blocks,
-        begin=part("begin", passes * long.begin.flops / long.tokens, long.kept_by_begin, reduced.begin.reduced_bytes),
-        block=part(
-            "blocks", passes * block_flops, long.kept_by_block, reduced.block.reduced_bytes, passes * block_cell_flops
-        ),
-        finish=part("finish", finish_flops, kept_by_finish, reduced.finish.reduced_bytes, finish_cell_flops),
+        begin=part("begin", long.kept_by_begin, reduced.begin.reduced_bytes),
+        block=part("blocks", long.kept_by_block, reduced.block.reduced_bytes),
+        finish=part("finish", kept_by_finish, reduced.finish.reduced_bytes),
         tied=PartSize(*counts["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
+        flops=_flops(model, blocks, long, short),
         width=long.width,
-        pair_flops=passes * pair_flops,
         selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS), multiple).kept_by_block,
         working_per_token=long.working,
         workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
     )
+
+
+def _cell_tokens(spec: ModelSpec) -> int:
+    return min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
+
+
+def _long_and_short(model: Model, spec: ModelSpec, multiple: int) -> "tuple[_Passes, _Passes]":
+    """Measure a batch of cells of the usual length, and one of cells half as long."""
+    both = (n := _cell_tokens(spec), max(1, n // 2))
+    long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS), multiple) for n in both)
+    return long, short
+
+
+def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flops:
+    block, block_by_cell = _by_token_and_cell(long, short, "block")
+    finish, finish_by_cell = _by_token_and_cell(long, short, "finish")
+    pair = 0.0
+    if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
+        difference = long.block.flops / long.tokens - short.block.flops / short.tokens
+        pair = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
+        block -= pair * long.pairs_per_token
+    # rows of the global batch take a forward pass of their own, without heads
+    passes = PASSES + bool(model.objective.row_widths)
+    begin = passes * long.begin.flops / long.tokens
+    return Flops(blocks, begin, passes * block, finish, passes * block_by_cell, finish_by_cell, passes * pair)
 
 
 def _by_token_and_cell(long: "_Passes", short: "_Passes", part: str) -> tuple[float, float]:

@@ -38,7 +38,7 @@ from cellmill.parallel.mesh import Mesh, gather_json
 from cellmill.parallel.stages import PipelineStages
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import peak_flops
-from cellmill.planner.size import ModelSize
+from cellmill.planner.size import Flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.progress import cut_back, status
 from cellmill.track.tracker import Tracker
@@ -112,7 +112,7 @@ class StepReport:
 class Trainer:
     """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
-    `model` is what this rank holds, after `materialize`; `spec` and `size` are of the whole model. `streams` have the
+    `model` is what this rank holds, after `materialize`; `spec` and `flops` are of the whole model. `streams` have the
     training and the validation cells, `batch_column` the batches of the latter. `saved_with` is in every checkpoint.
     """
 
@@ -123,7 +123,7 @@ class Trainer:
         mesh: Mesh,
         model: Model | PipelineStages,
         spec: ModelSpec,
-        size: ModelSize,
+        flops: Flops,
         streams: tuple[CellStream, CellStream | None],
         saved_with: dict[str, Any],
         batch_column: str | None,
@@ -133,7 +133,7 @@ class Trainer:
         train, device, method = options.train, mesh.device, load_method(options.finetune)
         check_best_metric(model.objective, train.best_metric)
         self.train, self.folder, self.mesh, self.device, self.model = train, folder, mesh, device, model
-        self.size, self.batch_column, self.stop, self.watch = size, batch_column, stop, watch
+        self.flops, self.batch_column, self.stop, self.watch = flops, batch_column, stop, watch
         self.train_stream, self.val_stream = streams
         self.steps = train.total_steps(self.train_stream.steps_per_epoch)
         self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
@@ -251,7 +251,7 @@ class Trainer:
             every = self.train.checkpoint_every_min
             due = every is not None and self.mesh.dp_rank == 0 and began - self._saved_at > 60 * every
             lengths = [length for batch in micro_batches for length in batch.lengths]
-            flops = self.size.flops(sum(lengths), sum(length * length for length in lengths), len(lengths))
+            flops = self.flops.of(sum(lengths), sum(length * length for length in lengths), len(lengths))
             local = [self.stop.received is not None, due, len(lengths), sum(lengths), flops]
             readings = local_readings(self.mesh) if self._is_logged(step + 1) else np.empty(0)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])

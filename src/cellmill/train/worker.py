@@ -39,7 +39,7 @@ from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
 from cellmill.parallel.stages import PipelineStages, stages_of
 from cellmill.parallel.torch_private import set_group_timeouts
-from cellmill.planner.size import ModelSize, measure
+from cellmill.planner.size import Flops, measure_flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker
 from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
@@ -95,9 +95,9 @@ def build_trainer(
     stop: StopFlag,
     watch: HangWatch,
     copies: LocalCopies | None = None,
-    size: ModelSize | None = None,
+    flops: Flops | None = None,
 ) -> Trainer:
-    """Return the trainer of a run.json's content; `size` is measured if None. Collective: every rank."""
+    """Return the trainer of a run.json's content; `flops` are measured if None. Collective: every rank."""
     vocabulary, manifest = Vocabulary.read(Path(record["vocabulary"])), Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
@@ -107,7 +107,7 @@ def build_trainer(
         mesh,
         build_model(options, vocabulary, record["init_from"], mesh, levels),
         spec,
-        measure(spec, finetune=options.finetune) if size is None else size,
+        measure_flops(spec, options.finetune) if flops is None else flops,
         build_streams(options, manifest, mesh, copies),
         {
             "identity": record["identity"],

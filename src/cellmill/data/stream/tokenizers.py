@@ -5,7 +5,7 @@ genes that vary most over the corpus, and `zero_frac` adds genes without counts.
 whole cell. Draws are keyed by seed, epoch, the cell's counts and the gene: the same in every layout and file.
 
 log(1 + counts per 10,000) is computed by numpy, or with the same bits by loops that numba compiles, which look up small
-counts in a table of each cell. They are compiled in the background, from the first batch of many tokens on; until then,
+counts in a table of each cell. They are compiled in the background, by a process that has made many tokens; until then,
 for small batches, and where numba is not installed, numpy computes the values.
 """
 
@@ -177,14 +177,18 @@ class FirstGenes:
 
 _FIRST_ID = np.int32(len(SPECIAL))
 TABLE = 64  # counts that are looked up: those below
-_MANY = 1 << 15  # tokens; with fewer a batch is not worth numba's second and 100 MB
+_MANY = 1 << 15  # tokens of a batch from which loops are faster
+_WORTH = 1 << 22  # tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
+_made = 0
 
 
 def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
     """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at `starts`."""
+    global _made
+    _made += n if (n := int(kept.cu_seqlens[-1])) >= _MANY else 0
     plain = all(array.flags.c_contiguous and array.flags.writeable for array in (genes, counts, starts))
     known = counts.dtype in (np.uint16, np.uint32) and genes.dtype == np.int32 and starts.dtype == np.int64
-    compiling = _compiling() if kept.cu_seqlens[-1] >= _MANY and plain and known else None
+    compiling = _compiling() if n >= _MANY and _made >= _WORTH and plain and known else None
     loops = compiling.result() if compiling is not None and compiling.done() else None
     return by_numpy(kept, genes, counts, starts) if loops is None else by_loops(loops, kept, genes, counts, starts)
 
