@@ -21,7 +21,7 @@ from pathlib import Path
 LAYERS = (
     *(("testing",), ("cli",), ("arguments",), ("commands", "stages"), ("report", "preflight"), ("evaluate",)),
     *(("train",), ("planner",), ("finetune",), ("models",), ("parallel",), ("track",), ("data",), ("launch",)),
-    *(("runs",), ("config",), ("files",), ("errors",)),
+    *(("runs",), ("config",), ("files",), ("errors",), ("imports",)),
 )
 """Layers of the package, left to right; those of one tuple do not import each other."""
 MAX_LINES = 450

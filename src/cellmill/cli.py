@@ -19,6 +19,7 @@ from cellmill.config.datasets import ObsColumns
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, special_kind
+from cellmill.imports import importing
 
 MODULES = {
     "stages.data": ("fetch", "demo", "simulate", "preprocess", "vocabulary", "divide", "shard_part", "shard"),
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
         kind = {"profiles": "what", "export": "format"}.get(stage)
         name = f"{stage}_{arguments.pop(kind)}" if kind else "import_model" if stage == "import" else stage
-        getattr(importlib.import_module(f"cellmill.{MODULE_OF[name]}"), name)(**arguments)
+        with importing():
+            module = importlib.import_module(f"cellmill.{MODULE_OF[name]}")
+        getattr(module, name)(**arguments)
     except UserError as error:
         print(f"cellmill {stage}: {error}", file=sys.stderr)
         return error.exit_code

@@ -229,3 +229,18 @@ def test_a_path_that_is_no_file_is_one_line(
         assert str(path) in printed or dest == "profile", (command, dest, printed)
         if kind in SPECIAL and dest not in ("options", "profile"):
             assert f"{path}: expected a file or folder, got {kind}\n" in printed
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_modules_are_imported_without_the_collector_and_left_out_of_its_work(enabled: bool) -> None:
+    lines = (
+        "import gc, sys",
+        "from cellmill.imports import importing",
+        "gc.enable()" if enabled else "gc.disable()",
+        "with importing(): inside, _ = gc.isenabled(), __import__('json.tool')",
+        "frozen = gc.get_freeze_count()",
+        "with importing(): import json",
+        "print(inside, gc.isenabled(), frozen > 1000, gc.get_freeze_count() == frozen)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", str(enabled), "True", "True"]

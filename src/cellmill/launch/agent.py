@@ -19,21 +19,23 @@ from pathlib import Path
 import psutil
 
 from cellmill.files import write_text
+from cellmill.imports import importing
 from cellmill.launch.job import ERROR_FILE
 from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous, node_name
 from cellmill.runs.jobs import LATE
 
 try:
-    from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-        rendezvous_handler_registry,
-    )
-    from torch.distributed.run import main
+    with importing():
+        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousHandler,
+            RendezvousInfo,
+            RendezvousParameters,
+            RendezvousStoreInfo,
+            rendezvous_handler_registry,
+        )
+        from torch.distributed.run import main
 except Exception as error:  # a library that torch loads may be missing too
     line = (
         f"{socket.gethostname()}: {sys.executable} cannot import torch: {type(error).__name__}: "

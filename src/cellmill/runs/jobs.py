@@ -30,11 +30,13 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cellmill.config.machine import Machine
 from cellmill.errors import DataError
 from cellmill.files import fsync, read_json, write_json
+
+if TYPE_CHECKING:  # the agent of a node needs no configuration
+    from cellmill.config.machine import Machine
 
 GONE = "GONE"  # SLURM no longer knows the job
 FOREIGN = "FOREIGN"

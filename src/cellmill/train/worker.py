@@ -14,37 +14,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from cellmill.imports import importing
 
-from cellmill.config.load import stored_options
-from cellmill.config.options import TrainOptions
-from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.index import DATASET
-from cellmill.data.shards.local_copies import LocalCopies
-from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.cell_stream import CellStream
-from cellmill.errors import UserError
-from cellmill.files import read_json
-from cellmill.finetune.method import check_trains, load_method, trained_names
-from cellmill.launch.signals import die_with_parent
-from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors, mean_gene_rows
-from cellmill.models.family import Model
-from cellmill.models.gene_vectors import TABLE, read_gene_vectors
-from cellmill.parallel.apply import parallelize
-from cellmill.parallel.materialize import materialize, plain_name
-from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
-from cellmill.parallel.stages import PipelineStages, stages_of
-from cellmill.parallel.torch_private import set_group_timeouts
-from cellmill.planner.size import Flops, measure_flops
-from cellmill.runs.folder import TrainFolder
-from cellmill.track.tracker import ConsoleTracker, JsonlTracker
-from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
-from cellmill.train.loop import StopFlag, Trainer
-from cellmill.train.staging import Staging, agree, verify_shards
+with importing():
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from cellmill.config.load import stored_options
+    from cellmill.config.options import TrainOptions
+    from cellmill.config.parallel import Parallel, min_microbatches
+    from cellmill.data.genes.vocabulary import Vocabulary
+    from cellmill.data.shards.index import DATASET
+    from cellmill.data.shards.local_copies import LocalCopies
+    from cellmill.data.shards.manifest import Manifest
+    from cellmill.data.stream.cell_stream import CellStream
+    from cellmill.errors import UserError
+    from cellmill.files import read_json
+    from cellmill.finetune.method import check_trains, load_method, trained_names
+    from cellmill.launch.signals import die_with_parent
+    from cellmill.models.build import ModelSpec, build
+    from cellmill.models.export import initial_tensors, mean_gene_rows
+    from cellmill.models.family import Model
+    from cellmill.models.gene_vectors import TABLE, read_gene_vectors
+    from cellmill.parallel.apply import parallelize
+    from cellmill.parallel.materialize import materialize, plain_name
+    from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
+    from cellmill.parallel.stages import PipelineStages, stages_of
+    from cellmill.parallel.torch_private import set_group_timeouts
+    from cellmill.planner.size import Flops, measure_flops
+    from cellmill.runs.folder import TrainFolder
+    from cellmill.track.tracker import ConsoleTracker, JsonlTracker
+    from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
+    from cellmill.train.loop import StopFlag, Trainer
+    from cellmill.train.staging import Staging, agree, verify_shards
 
 DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
 
