@@ -10,7 +10,7 @@ from tools import house
 
 HEAVY = ("torch", "pandas", "anndata", "h5py", "scipy", "sklearn", "matplotlib", "numpy")
 LATE = (
-    *("umap", "sklearn", "numba", "scipy.stats", "scipy.optimize", "sympy", "torch._dynamo"),
+    *("anndata", "pandas", "umap", "sklearn", "numba", "scipy.stats", "scipy.optimize", "sympy", "torch._dynamo"),
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.tensor"),
 )
 """Modules that take 0.1 to 1.5 s to import."""
@@ -107,16 +107,21 @@ def test_the_process_that_walks_an_input_first_imports_h5py_alone() -> None:
 @pytest.mark.parametrize(
     ("stage", "used"),
     [
-        ("data", set()),
+        ("data", {"anndata", "pandas"}),
         ("train", set()),
         ("plan", {"sympy", "torch.distributed.tensor"}),
-        ("export", {"sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"}),
-        ("cells", set()),
+        ("export", {"anndata", "pandas", "sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"}),
+        ("cells", {"anndata", "pandas"}),
         ("report", set()),
     ],
 )
 def test_a_stage_imports_no_slow_module_that_it_does_not_use(stage: str, used: set[str]) -> None:
     assert loaded_by(f"cellmill.stages.{stage}", among=LATE) <= used
+
+
+def test_a_rank_imports_no_slow_module_that_it_does_not_use() -> None:
+    used = {"sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+    assert loaded_by("cellmill.train.worker", among=LATE) <= used
 
 
 def test_a_model_is_built_and_filled_without_the_compiler_and_tensors_of_a_mesh() -> None:

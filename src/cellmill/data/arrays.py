@@ -9,14 +9,19 @@ Text columns are normalised because pandas 3 stores text as `str` and keeps miss
 2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.errors import DataError
+
+if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards alone do not need
+    import pandas as pd
 
 TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 MAX_COUNT = int(np.iinfo(np.uint32).max)
@@ -167,6 +172,7 @@ def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
     """Values of a column as str, `(cells,)` object, and `missing` where there is none."""
+    pd = import_module("pandas")
     codes, values = pd.factorize(column)
     texts = pd.Series(values).astype(str).to_numpy(object)
     return np.array([*texts, missing], object)[codes]
@@ -181,6 +187,7 @@ def text_index(index: pd.Index) -> pd.Index:
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with text of dtype object in its index, columns and categories; columns with missing text are
     categories."""
+    pd = import_module("pandas")
     changed = {name: plain for name in frame.columns if (plain := _plain(frame[name])) is not None}
     index = frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
     return frame.assign(**changed).set_axis(index, axis=0)
@@ -188,6 +195,7 @@ def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _plain(column: pd.Series) -> Any:
     """The column as text of dtype object or categories of it; None if it stays as it is."""
+    pd = import_module("pandas")
     if isinstance(column.dtype, pd.CategoricalDtype):
         names = column.cat.categories
         return column.cat.rename_categories(names.astype(object)) if isinstance(names.dtype, pd.StringDtype) else None
