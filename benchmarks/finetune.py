@@ -134,7 +134,7 @@ def predicted(folder: Path, run: str, truth: pd.Series) -> Labels:
 def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Labels:
     """Labels of the test cells by the better logistic regression on features of the train cells."""
     known, found = labels.notna().to_numpy(), []
-    for name, classifier in classifiers(1, sp.issparse(train)).items():
+    for name, classifier in classifiers(1).items():
         if name.startswith("logistic"):
             fit(classifier, train[known], labels[known].astype(str).to_numpy())
             found.append(classifier.predict(test))

@@ -7,6 +7,10 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
+import scipy.sparse as sp
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EmbedOptions, EvaluateOptions
@@ -17,6 +21,13 @@ from cellmill.evaluate.task import Context, EvaluatedModel
 from cellmill.stages import cells as on_cells
 from cellmill.stages import evaluate as stage
 from tests.unit.exported import export_model, make_corpus
+
+
+def regression(sparse: bool) -> Any:
+    """scikit-learn's logistic regression at its optimum; that of sparse features has a penalty on the intercept."""
+    newton = LogisticRegression(solver="newton-cg", max_iter=1000, tol=1e-6, fit_intercept=not sparse)
+    ones = FunctionTransformer(lambda values: sp.hstack([values, np.ones((values.shape[0], 1))], format="csr"))
+    return make_pipeline(ones, newton) if sparse else newton
 
 
 def make_context(folder: Path, simulated: Path, **model_options: Any) -> Context:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from pydantic import ValidationError
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 
 from cellmill.config.parts.tasks import TransferConfig
@@ -21,7 +20,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from tests.unit.evaluated import embed, evaluate, make_context, make_evaluated
+from tests.unit.evaluated import embed, evaluate, make_context, make_evaluated, regression
 
 IDS = ["CL:0000084", "CL:0000236", "CL:0000576", "CL:0000540"]  # T cell, B cell, monocyte, neuron
 LINEAR = "all shared genes + logistic regression, unscaled"
@@ -75,7 +74,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     result = found["two"]["transfer"]
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
     labels = [datasets.cells[name].obs["cell_type"].astype(str).to_numpy() for name in ("one", "two")]
-    fitted = LogisticRegression(solver="newton-cg", max_iter=1000).fit(profiles[0], labels[0])
+    fitted = regression(sparse=True).fit(profiles[0], labels[0])
     predicted = fitted.predict(profiles[1])
     row = _rows(result)[LINEAR]
     assert row["accuracy_mean"] == pytest.approx((predicted == labels[1]).mean())
@@ -157,7 +156,7 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tm
     row, known = _rows(result)[LINEAR], datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0]
     assert result["figures"]["new_classes"] == {"CL:0000624": int((~known).sum())}
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)) for name in ("one", "two")]
-    fitted = LogisticRegression(solver="newton-cg", max_iter=1000)
+    fitted = regression(sparse=True)
     predicted = fitted.fit(profiles[0], datasets.cells["one"].obs["type_id"].astype(str)).predict(profiles[1])
     truth = np.where(known, datasets.cells["two"].obs["type_id"].astype(str), "CL:0000624")
     ontology = cell_ontology()

@@ -1,0 +1,89 @@
+"""Logistic regression has scikit-learn's optimum."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.linear_model import LogisticRegression as Reference
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.evaluate import logistic
+from cellmill.evaluate.baselines import fit
+from cellmill.evaluate.logistic import LogisticRegression
+from tests.unit.evaluated import regression
+
+
+def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features of unlike scales, the first one constant, and labels that depend on them."""
+    random = np.random.default_rng(n + width)
+    of_cell = random.integers(classes, size=n)
+    features = random.normal(size=(classes, width))[of_cell] + 2 * random.normal(size=(n, width))
+    features = features * np.geomspace(0.1, 10, width) + 3
+    features[:, 0] = 7
+    return features, np.array(["b", "a", "d", "c"])[of_cell]
+
+
+@pytest.mark.parametrize("standardised", [True, False])
+@pytest.mark.parametrize(
+    ("n", "width", "classes"), [(90, 12, 4), (90, 12, 2), (30, 80, 3)], ids=["many", "two", "fewer cells than features"]
+)
+def test_coefficients_are_those_of_scikit_learn(
+    n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logistic, "TOLERANCE", 1e-9)
+    features, labels = _cells(n, width, classes)
+    ours = LogisticRegression(standardised=standardised).fit(features, labels)
+    scaler = StandardScaler().fit(features)
+    values = scaler.transform(features) if standardised else features
+    reference = Reference(solver="newton-cholesky", tol=1e-12, max_iter=1000).fit(values, labels)
+    assert ours.classes.tolist() == reference.classes_.tolist()
+    logits = features @ ours.coefficients + ours.intercepts
+    expected = reference.decision_function(values)
+    if classes == 2:
+        np.testing.assert_allclose(logits[:, 1] - logits[:, 0], expected, atol=1e-5)
+    else:
+        np.testing.assert_allclose(
+            logits - logits.mean(1, keepdims=True), expected - expected.mean(1, keepdims=True), atol=1e-5
+        )
+    assert ours.predict(features).tolist() == reference.predict(values).tolist()
+
+
+@pytest.mark.parametrize("standardised", [True, False])
+def test_sparse_and_large_features_have_the_same_predictions(
+    standardised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, labels = _cells(60, 20, 3)
+    features = np.maximum(features, 0)
+    tested = features[::-1]
+    scaler: list[Any] = [StandardScaler(with_mean=False)] if standardised else []
+    pipeline = make_pipeline(*scaler, regression(sparse=True))
+    expected = pipeline.fit(sp.csr_matrix(features), labels).predict(sp.csr_matrix(tested))
+    assert len(set(expected)) == 3
+    for kept in (slice(None), labels != "d"):  # two classes have one logit in scikit-learn
+        a = LogisticRegression(standardised=standardised).fit(sp.csr_matrix(features[kept]), labels[kept])
+        with monkeypatch.context() as patch:
+            patch.setattr(logistic, "MAX_SIDE", 19)
+            patch.setattr(logistic, "_minimise", None)
+            b = LogisticRegression(standardised=standardised).fit(sp.csr_matrix(features[kept]), labels[kept])
+        predicted = [fitted.predict(sp.csr_matrix(tested)).tolist() for fitted in (a, b)]
+        assert predicted[0] == predicted[1]
+        assert len(set(predicted[0])) == len(set(labels[kept]))
+        if len(a.classes) == 3:
+            assert predicted[0] == expected.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Line Search failed")
+def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = _cells(90, 12, 3)
+    features[:, 1:3] = 1e12 * features[:, 3:4]
+    monkeypatch.setattr(logistic, "_minimise", None)
+    fitted = LogisticRegression(standardised=False).fit(features, labels)
+    assert set(fitted.predict(features)) <= set(labels)
+
+
+def test_a_fit_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logistic, "MAX_STEPS", 2)
+    fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
+    assert capsys.readouterr().out == "logistic regression on 12 features stopped before it converged\n"
