@@ -19,7 +19,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, TaskResult
-from cellmill.evaluate.umap_file import read_umap
+from cellmill.evaluate.umap import read_umap
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.verdict import compare

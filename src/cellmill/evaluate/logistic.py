@@ -50,19 +50,20 @@ class LogisticRegression:
 
         Warns by ConvergenceWarning where it stops before it converged.
         """
-        centred = not sp.issparse(features)
-        self.classes, of_cell = np.unique(labels, return_inverse=True)
-        values = features.astype(np.float64)
-        mean, variance = (values.mean(0), values.var(0)) if centred else mean_variance_axis(values, axis=0)
+        centred, (n, width) = not sp.issparse(features), features.shape
+        small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
+        values = (features.toarray() if small and not centred else features).astype(np.float64)
+        mean, variance = mean_variance_axis(values, axis=0) if sp.issparse(values) else (values.mean(0), values.var(0))
         variance[variance <= 1e-20 * mean**2] = 1  # constant features
-        scale = np.sqrt(variance) if self.standardised else np.ones(len(mean))
-        if centred:
-            values = (values - mean) / scale
+        scale = np.sqrt(variance) if self.standardised else np.ones(width)
+        if sp.issparse(values):
+            values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
         else:
-            values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((len(labels), 1))], format="csr")
-        coefficients, intercepts = _fit(values, of_cell, len(self.classes), centred)
-        self.coefficients = coefficients[: len(mean)] / scale[:, None]
-        self.intercepts = intercepts - mean @ self.coefficients if centred else coefficients[-1]
+            values = (values - mean) / scale if centred else np.pad(values / scale, ((0, 0), (0, 1)), constant_values=1)
+        self.classes, of_cell = np.unique(labels, return_inverse=True)
+        coefficients, intercepts = _fit(values, of_cell, len(self.classes), small, intercept=centred)
+        self.coefficients = coefficients[:width] / scale[:, None]
+        self.intercepts = intercepts - mean @ self.coefficients if centred else coefficients[width]
         return self
 
     def predict(self, features: Any) -> np.ndarray:
@@ -70,13 +71,13 @@ class LogisticRegression:
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
 
 
-def _fit(features: Any, of_cell: np.ndarray, n_classes: int, intercept: bool) -> tuple[np.ndarray, np.ndarray]:
+def _fit(
+    features: Any, of_cell: np.ndarray, n_classes: int, small: bool, intercept: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients `(width, classes)`, and intercepts `(classes,)` of centred features, else zeros."""
-    n, width = features.shape
-    if min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES:
-        dense = features.toarray() if sp.issparse(features) else features
+    if small:
         with suppress(LinAlgError):  # where scales are more than about 1e7 apart
-            whitened, unwhiten = _whiten(dense, (2 if n_classes == 2 else 1) / n)
+            whitened, unwhiten = _whiten(features, (2 if n_classes == 2 else 1) / len(features))
             columns = np.pad(whitened, ((0, 0), (0, int(intercept))), constant_values=CURVATURE**-0.5)
             found = _minimise(columns, np.eye(n_classes)[:, of_cell]).T
             return unwhiten(found[: whitened.shape[1]]), CURVATURE**-0.5 * found[whitened.shape[1] :].sum(0)
@@ -92,7 +93,7 @@ def _whiten(features: np.ndarray, penalty: float) -> tuple[np.ndarray, Callable[
     n, width = features.shape
     if width > n:
         gram = features @ features.T
-        # that of centred features is singular; the shift is that of rounding
+        # of centred features, it is singular; the shift is as small as rounding
         root = cholesky(_shifted(gram, 1e-13 * np.trace(gram)), lower=True, check_finite=False)
         whitened, unwhiten = _whiten(root, penalty)
         return whitened, lambda v: features.T @ solve_triangular(root, unwhiten(v), lower=True, trans="T")

@@ -44,7 +44,7 @@ from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
-from cellmill.parallel.materialize import materialize
+from cellmill.parallel.materialize import materialize, to_empty
 from cellmill.runs.verdict import Verdict, sentence
 
 
@@ -216,7 +216,7 @@ class EvaluatedModel:
     @cached_property
     def untrained(self) -> Model:
         """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
-        model = build(spec_of(self.config, self.vocabulary.n_genes)).to_empty(device="cpu")
+        model = to_empty(build(spec_of(self.config, self.vocabulary.n_genes)), "cpu")
         device = next(self.network.parameters()).device
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()

@@ -1,24 +1,25 @@
-"""Seeded, single-threaded UMAP of embeddings: the same cells give the same picture."""
+"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv of drawn cells.
 
+umap-learn, a second's import, is imported by the process that draws, not by those that read or write the file.
+"""
+
+import csv
+import io
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import umap
-from numba.core.dispatcher import Dispatcher
-from sklearn.neighbors import NearestNeighbors
 
-from cellmill.data.arrays import text_values
-from cellmill.evaluate.scores import draw_cells
-from cellmill.evaluate.umap_file import write_umap as write_umap
+from cellmill.errors import DataError
+from cellmill.files import require_file, write_text
 
-COMPILED = (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse)
+COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
 APPROXIMATE_FROM = 4096  # cells from which umap-learn does not compute all distances
-MAX_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
 @cache
@@ -27,10 +28,11 @@ def cache_compiled() -> None:
 
     umap-learn compiles them in every process: 13 CPU-seconds, where the picture of 300 cells takes 0.4.
     """
+    umap, dispatcher = import_module("umap"), import_module("numba.core.dispatcher").Dispatcher
     with suppress(RuntimeError):  # no writable place
-        for module in COMPILED:
+        for module in (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse):
             for function in vars(module).values():
-                if isinstance(function, Dispatcher):
+                if isinstance(function, dispatcher):
                     function.enable_caching()
 
 
@@ -45,7 +47,9 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     known = exact_neighbors(vectors, neighbors) if len(vectors) >= APPROXIMATE_FROM else (None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
-        model = umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known)
+        model = import_module("umap").UMAP(
+            n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known
+        )
         return model.fit_transform(vectors)
 
 
@@ -55,19 +59,34 @@ def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np
     umap-learn's approximate search is compiled in every process: 35 CPU-seconds, where the exact one takes 4 for
     20,000 cells of width 128.
     """
-    distances, indices = NearestNeighbors(n_neighbors=neighbors, algorithm="brute").fit(vectors).kneighbors()
+    search = import_module("sklearn.neighbors").NearestNeighbors(n_neighbors=neighbors, algorithm="brute")
+    distances, indices = search.fit(vectors).kneighbors()
     own = np.arange(len(vectors))[:, None]  # even where another cell is at the same place
     return np.hstack([own, indices[:, :-1]]), np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
 
 
-def umap_rows(
-    name: str, obs_names: pd.Index, vectors: np.ndarray, roles: Mapping[str, pd.Series], unseen: np.ndarray, seed: int
-) -> list[tuple[Any, ...]]:
-    """Rows of umap.tsv for the cells of one dataset that have an embedding, with their role label and batch."""
-    cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), MAX_CELLS, seed, 1)
-    none = np.full(len(obs_names), "")
-    labels, batches = (text_values(roles[role]) if role in roles else none for role in ("label", "batch"))
-    return [
-        (name, obs_names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
-        for cell, (x, y) in zip(cells, project(vectors[cells], seed))
-    ]
+def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
+    """Write `rows`, one value per column, as tab-separated text."""
+    text = io.StringIO()
+    csv.writer(text, delimiter="\t", lineterminator="\n").writerows([COLUMNS, *rows])
+    write_text(path, text.getvalue())
+
+
+def read_umap(path: Path) -> list[dict[str, str]]:
+    """Rows as text by column; none when the file is absent. Raises DataError for a damaged file."""
+    if not path.exists():
+        return []
+    require_file(path)
+    rows = []
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = csv.reader(file, delimiter="\t")
+            if tuple(next(lines, ())) != COLUMNS:
+                raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
+            for line in lines:
+                if len(line) != len(COLUMNS) or not all(isfinite(float(value)) for value in line[3:5]):
+                    raise ValueError(f"expected {', '.join(COLUMNS)}")
+                rows.append(dict(zip(COLUMNS, line)))
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again") from None
+    return rows

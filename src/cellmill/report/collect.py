@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError, field_validator
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.umap_file import read_umap
+from cellmill.evaluate.umap import read_umap
 from cellmill.files import read_json
 from cellmill.runs.cost import Start
 from cellmill.runs.progress import read_lines

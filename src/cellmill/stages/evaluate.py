@@ -22,18 +22,24 @@ measured cells (`evaluate/tasks/perturbation.py`), for packages that compare cel
 import json
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sklearn
 
 from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.plugin import in_one_line
+from cellmill.data.arrays import text_values
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.h5 import check_h5ad
 from cellmill.data.shards.manifest import Manifest
@@ -41,7 +47,7 @@ from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import gene_coverage
 from cellmill.evaluate.results import read_costs, read_embedding, write_scores
-from cellmill.evaluate.scores import failures
+from cellmill.evaluate.scores import draw_cells, failures
 from cellmill.evaluate.task import (
     Context,
     DatasetFiles,
@@ -52,8 +58,10 @@ from cellmill.evaluate.task import (
     named_supervised,
 )
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
-from cellmill.evaluate.umap import umap_rows, write_umap
+from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import progress, sha256_file, write_json
+
+UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
 def evaluate(
@@ -100,7 +108,7 @@ def evaluate(
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, Any] = {}
-    points: list[tuple[Any, ...]] = []
+    pictures: list[Callable[[], list[tuple[Any, ...]]]] = []
     for at, (name, given) in enumerate(files.items()):
         with evaluation.open(name) as (context, unseen, n_copies):
             reader, cost = context.reader, read_costs(given.embedding)
@@ -114,6 +122,7 @@ def evaluate(
                     for other, file in zip(others, external[at * len(others) :])
                 },
             )
+            pictures.append(_start_umap(context, unseen))
             n_scored, n_chosen = int(context.scored.sum()), reader.n_obs if section.cells == "all" else unseen.sum()
             datasets[name] = {
                 "n_cells": reader.n_obs,
@@ -128,8 +137,7 @@ def evaluate(
                 "tasks": _run_tasks(tasks, context),
             }
             context.baselines.save()
-            points += umap_rows(name, reader.obs.index, context.vectors, context.roles, unseen, section.seed)
-    write_umap(out.parent / "umap.tsv", points)
+    write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
     metrics = evaluation.about | {"options": section.model_dump(mode="json"), "datasets": datasets}
     write_scores(out.parent / "scores.csv", datasets)
     kept = out.with_name("metrics.failed.json")
@@ -139,6 +147,38 @@ def evaluate(
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
     write_json(out, metrics)  # last: its existence means that the others are complete
+
+
+@cache
+def _beside() -> ProcessPoolExecutor:
+    """A process for UMAP beside the tasks: it takes seconds, and 14 more where numba has not yet compiled it."""
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
+    """Start the UMAP of the cells that have an embedding; the result waits for its rows of umap.tsv."""
+    names, vectors, seed = context.reader.obs.index, context.vectors, context.options.seed
+    cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
+    projected = _beside().submit(project, vectors[cells], seed)
+    none = np.full(len(names), "")
+    labels, batches = (
+        text_values(context.roles[role]) if role in context.roles else none for role in ("label", "batch")
+    )
+
+    def rows() -> list[tuple[Any, ...]]:
+        try:
+            found = zip(cells, projected.result())
+        except BrokenProcessPool:
+            raise DataError(
+                f"{context.dataset}: the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of "
+                "evaluate in the profile's set-resources"
+            ) from None
+        return [
+            (context.dataset, names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
+            for cell, (x, y) in found
+        ]
+
+    return rows
 
 
 class _Evaluation:
@@ -203,7 +243,8 @@ def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
     """Entry of one task, with its seconds. A task that fails is named in the last line, below its traceback."""
     started = time.perf_counter()
     try:
-        entry = named_supervised(task.run(context), context.supervised).to_json()
+        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):  # half of a small kNN's time
+            entry = named_supervised(task.run(context), context.supervised).to_json()
         entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
         json.dumps(entry, allow_nan=False)
     except UserError:

@@ -25,6 +25,7 @@ from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
+from cellmill.parallel.materialize import to_empty
 
 MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
@@ -60,7 +61,7 @@ class Reconstruct(Task):
         spec = spec_of(model.config, model.vocabulary.n_genes)
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
-        network = build(replace(spec, objective=objective)).to_empty(device="cpu")
+        network = to_empty(build(replace(spec, objective=objective)), "cpu")
         own, trained = network.state_dict(), model.network.state_dict()
         shapes = {(name, tensor.shape) for name, tensor in own.items()}
         if differing := sorted(shapes ^ {(name, tensor.shape) for name, tensor in trained.items()}):
