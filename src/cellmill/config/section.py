@@ -45,7 +45,7 @@ EachOnce = AfterValidator(_each_once)  # annotation of a list that names nothing
 class Section(BaseModel):
     """Options of one section; the fields' descriptions give meaning, unit and default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
