@@ -5,12 +5,14 @@ umap-learn, a second's import, is imported by the process that draws, not by tho
 
 import csv
 import io
+import sys
 import warnings
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,45 +21,57 @@ from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
 COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
-APPROXIMATE_FROM = 4096  # cells from which umap-learn does not compute all distances
+APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # what umap-learn imports of it
+    "pynndescent": {"NNDescent": type("NNDescent", (), {})},
+    "pynndescent.distances": {"named_distances": {}},
+    "pynndescent.sparse": {"sparse_named_distances": {}},
+}
 
 
 @cache
-def cache_compiled() -> None:
-    """Keep the machine code of umap's functions on disk, in numba's cache, where that is writable.
+def import_umap() -> Any:
+    """umap-learn, its machine code kept on disk, in numba's cache, where that is writable.
 
-    umap-learn compiles them in every process: 13 CPU-seconds, where the picture of 300 cells takes 0.4.
+    It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4. The approximate
+    search of neighbours, which is not used here, would compile for 14 when it is imported.
     """
-    umap, dispatcher = import_module("umap"), import_module("numba.core.dispatcher").Dispatcher
+    absent = [name for name in APPROXIMATE_SEARCH if "pynndescent" not in sys.modules]
+    for name in absent:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(APPROXIMATE_SEARCH[name])
+    try:
+        umap = import_module("umap")
+    finally:
+        for name in absent:
+            del sys.modules[name]
+    dispatcher = import_module("numba.core.dispatcher").Dispatcher
     with suppress(RuntimeError):  # no writable place
         for module in (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse):
             for function in vars(module).values():
                 if isinstance(function, dispatcher):
                     function.enable_caching()
+    return umap
 
 
 def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; below 4 cells, the first two columns."""
     if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
-    cache_compiled()
     neighbors = min(15, len(vectors) - 1)
+    known = exact_neighbors(vectors, neighbors)
     # spectral initialisation needs more cells than dimensions and neighbours
     init = "spectral" if len(vectors) > 16 else "random"
-    known = exact_neighbors(vectors, neighbors) if len(vectors) >= APPROXIMATE_FROM else (None, None)
+    umap = import_umap()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
-        model = import_module("umap").UMAP(
-            n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known
-        )
+        model = umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known)
         return model.fit_transform(vectors)
 
 
 def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices and distances `(cells, neighbors)` of the nearest cells, each cell its own first neighbour.
 
-    umap-learn's approximate search is compiled in every process: 35 CPU-seconds, where the exact one takes 4 for
-    20,000 cells of width 128.
+    4 CPU-seconds for 20,000 cells of width 128.
     """
     search = import_module("sklearn.neighbors").NearestNeighbors(n_neighbors=neighbors, algorithm="brute")
     distances, indices = search.fit(vectors).kneighbors()
