@@ -77,7 +77,7 @@ def imports_of(stage: str) -> float:
 
 
 def shown(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+    return f"{statistics.median(values):z.1f} ({min(values):z.1f} to {max(values):z.1f})"
 
 
 def main() -> None:
