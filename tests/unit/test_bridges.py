@@ -18,8 +18,7 @@ from anndata.io import write_elem
 
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.h5 import create_h5
-from cellmill.evaluate.features import own_components
-from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.features import choose_cells, own_components
 from cellmill.evaluate.results import write_embedding
 from cellmill.evaluate.tasks import mixing
 

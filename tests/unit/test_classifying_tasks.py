@@ -25,8 +25,7 @@ from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import features_of_counts, read_rows
-from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.features import choose_cells, features_of_counts, read_rows
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts
 from cellmill.evaluate.tasks.classify import (

@@ -19,7 +19,7 @@ from cellmill.data.inputs.formats import declared_names
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.reader import read_gene_ids
-from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.features import choose_cells
 from cellmill.evaluate.tasks.changes import find_units
 from cellmill.evaluate.tasks.classify import splits_of
 

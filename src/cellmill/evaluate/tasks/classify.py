@@ -26,8 +26,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.features import ALL_GENES, cell_features, fit_all, predict_all, rows_of
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.features import ALL_GENES, cell_features, fit_all, labelled_cells, predict_all, rows_of
 from cellmill.evaluate.scores import EMBEDDING, Predictions, ScoreColumn, against_best, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict

@@ -22,8 +22,14 @@ from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import OF_THE_MODEL, features_of_counts, read_rows, with_components, with_external
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.features import (
+    OF_THE_MODEL,
+    features_of_counts,
+    labelled_cells,
+    read_rows,
+    with_components,
+    with_external,
+)
 from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
 from cellmill.evaluate.task import Context, Task, TaskResult
 from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights

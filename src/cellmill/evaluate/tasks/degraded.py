@@ -18,12 +18,12 @@ from cellmill.evaluate.features import (
     features_of_counts,
     fit_all,
     keep_columns,
+    labelled_cells,
     predict_all,
     read_rows,
     rows_of,
     stacked,
 )
-from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.scores import Predictions
 from cellmill.evaluate.task import Context, Task, TaskResult
 from cellmill.evaluate.tasks.classify import stratified

@@ -16,8 +16,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import embed_counts, own_components, read_rows, with_external
-from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.features import embed_counts, labelled_cells, own_components, read_rows, with_external
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
 from cellmill.evaluate.tasks import mixing
