@@ -27,7 +27,8 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
 from workflow_runs import snakemake
 
-from cellmill.evaluate.features import classifiers, fit
+from cellmill.evaluate.baselines import fit
+from cellmill.evaluate.features import classifiers
 
 TEST_FRAC = 0.3
 FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}

@@ -29,6 +29,7 @@ class BaselineCache:
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.known = file, _read(file)
+        self.of_model: dict[str, np.ndarray] = {}  # predictions from features that no other run has: never saved
         self._n_read = len(self.known)
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -52,8 +53,8 @@ class BaselineCache:
 class CachedClassifier:
     """A classifier that is fitted on `features`, `(cells, width)`, only for a prediction not yet known."""
 
-    def __init__(self, baselines: BaselineCache, classifier: Any, features: Any, labels: np.ndarray) -> None:
-        self._known = baselines.known
+    def __init__(self, known: dict[str, np.ndarray], classifier: Any, features: Any, labels: np.ndarray) -> None:
+        self._known = known
         self._fitted = cache(lambda: fit(classifier, features, labels))
         self._digest = _digest(f"{classifier!r} of {VERSIONS}", [*_arrays(features), labels])
 

@@ -5,9 +5,8 @@ and runs on both standardised and unchanged features: standardising raises the w
 which helps or hurts depending on the number of cells.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from cellmill.data.arrays import log_normalise, select_columns, summed, text_val
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import DataError
-from cellmill.evaluate.baselines import BaselineCache, CachedClassifier, fit
+from cellmill.evaluate.baselines import BaselineCache, CachedClassifier
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED, draw_cells
@@ -102,17 +101,17 @@ def rows_of(features: Mapping[str, Any], cells: np.ndarray) -> dict[str, Any]:
 def fit_all(
     features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache
 ) -> dict[str, Any]:
-    """Fitted classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse.
+    """Classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse.
 
-    Baselines are fitted when a prediction of theirs is not in `baselines`.
+    They are fitted when a prediction of theirs is not in `baselines`.
     """
-    fitted: dict[str, Any] = {}
-    as_fitted: Callable[..., Any]
-    for kind, values in features.items():
-        for name, classifier in classifiers(min(neighbors, len(labels))).items():
-            as_fitted = fit if kind in OF_THE_MODEL else partial(CachedClassifier, baselines)
-            fitted[f"{kind} + {name}"] = as_fitted(classifier, values, labels)
-    return fitted
+    return {
+        f"{kind} + {name}": CachedClassifier(
+            baselines.of_model if kind in OF_THE_MODEL else baselines.known, classifier, values, labels
+        )
+        for kind, values in features.items()
+        for name, classifier in classifiers(min(neighbors, len(labels))).items()
+    }
 
 
 def predict_all(fitted: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
