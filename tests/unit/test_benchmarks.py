@@ -19,6 +19,7 @@ TINY = {
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
     "million.py": "--cells 400 --files 2 --detected 600",
     "prepare.py": "--cells 400 --detected 100 --repeats 1",
+    "regression.py": "--repeats 1 --problems 1",
     "scaling.py": "--steps 1 --cells 1",
     "step_plan.py": "--worlds 2 --cells 2 --steps 2",
     "train_step.py": "--steps 1 --threads 1 --longest 64 --device cpu",

@@ -7,8 +7,8 @@ Steihaug, SIAM J. Numer. Anal. 19, 1982), each found by conjugate gradients over
 Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell had the curvature
 c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44, 1992). Over U the penalty λ |w|²
 is |v|² - c |Uv|² / n, so that a step needs two products with U alone. For centred features, a column of c^-½ gets the
-intercept as its coefficient, by the same formula without a penalty. With fewer cells than features, the Cholesky factor
-of ZZᵀ takes the place of Z.
+intercept as its coefficient, by the same formula without a penalty. With fewer cells than features, U is the Cholesky
+factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
 """
 
 import warnings
@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.linalg import LinAlgError, cholesky, solve_triangular
+from scipy.linalg import LinAlgError, cho_factor, cho_solve, cholesky, solve_triangular
+from scipy.linalg.lapack import dpotri
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.sparsefuncs import mean_variance_axis
@@ -76,7 +77,7 @@ def _fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients `(width, classes)`, and intercepts `(classes,)` of centred features, else zeros."""
     if small:
-        with suppress(LinAlgError):  # where scales are more than about 1e7 apart
+        with suppress(LinAlgError):  # where scales are more than about 1e4 apart
             whitened, unwhiten = _whiten(features, (2 if n_classes == 2 else 1) / len(features))
             columns = np.pad(whitened, ((0, 0), (0, int(intercept))), constant_values=CURVATURE**-0.5)
             found = _minimise(columns, np.eye(n_classes)[:, of_cell]).T
@@ -92,14 +93,14 @@ def _whiten(features: np.ndarray, penalty: float) -> tuple[np.ndarray, Callable[
     """U, and the function from coefficients `(columns of U, classes)` to those of the features."""
     n, width = features.shape
     if width > n:
-        gram = features @ features.T
-        # of centred features, it is singular; the shift is as small as rounding
-        root = cholesky(_shifted(gram, 1e-13 * np.trace(gram)), lower=True, check_finite=False)
-        whitened, unwhiten = _whiten(root, penalty)
-        return whitened, lambda v: features.T @ solve_triangular(root, unwhiten(v), lower=True, trans="T")
+        factor = cho_factor(_shifted(features @ features.T * (CURVATURE / n), penalty), lower=True, check_finite=False)
+        inverse, _ = dpotri(factor[0], lower=True)  # its lower triangle
+        # of centred features, it is singular: the shift is far below the tolerance
+        root = cholesky(_shifted(inverse * -penalty, 1 + 1e-10) * (n / CURVATURE), lower=True, check_finite=False)
+        return root, lambda v: features.T @ cho_solve(factor, solve_triangular(root, v, lower=True, trans="T"))
     root = cholesky(_shifted(features.T @ features * (CURVATURE / n), penalty), check_finite=False)
-    inverse = solve_triangular(root, np.eye(width), check_finite=False)
-    return features @ inverse, lambda v: inverse @ v
+    whitened = solve_triangular(root, features.T, trans="T", check_finite=False).T
+    return whitened, lambda v: solve_triangular(root, v)
 
 
 def _shifted(matrix: np.ndarray, diagonal: float) -> np.ndarray:
