@@ -25,7 +25,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.sparsefuncs import mean_variance_axis
 
 CURVATURE = 0.07  # c, of a typical cell at the optimum
-TOLERANCE = 2e-4  # largest derivative by a coefficient of whitened features
+TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
 # larger features are left to scikit-learn: cells or features, whichever is less, and values (256 MiB)
