@@ -1,8 +1,10 @@
 """Stage evaluate: only held-out cells, reproducible numbers, any task by name, one-line errors."""
 
 import json
+import os
 import re
 import shutil
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -192,6 +194,15 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
         stage.evaluate(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
     with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
         stage.evaluate(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
+
+
+def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path: Path) -> None:
+    end = stage._beside().submit(os._exit, 9)
+    assert isinstance(end.exception(), BrokenProcessPool)
+    with pytest.raises(DataError, match="^simulated: the process that draws the UMAP was killed, "):
+        evaluate(corpus, tmp_path / "metrics.json")
+    assert not (tmp_path / "metrics.json").exists()
+    stage._beside.cache_clear()
 
 
 def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, simulated: Path) -> None:

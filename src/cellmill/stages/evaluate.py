@@ -151,28 +151,35 @@ def evaluate(
 
 @cache
 def _beside() -> ProcessPoolExecutor:
-    """A process for UMAP beside the tasks: it takes seconds, and 14 more where numba has not yet compiled it."""
+    """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet compiled it."""
     return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+@contextmanager
+def _named_death(dataset: str) -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise DataError(
+            f"{dataset}: the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of evaluate in "
+            "the profile's set-resources"
+        ) from None
 
 
 def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
     """Start the UMAP of the cells that have an embedding; the result waits for its rows of umap.tsv."""
     names, vectors, seed = context.reader.obs.index, context.vectors, context.options.seed
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
-    projected = _beside().submit(project, vectors[cells], seed)
+    with _named_death(context.dataset):
+        projected = _beside().submit(project, vectors[cells], seed)
     none = np.full(len(names), "")
     labels, batches = (
         text_values(context.roles[role]) if role in context.roles else none for role in ("label", "batch")
     )
 
     def rows() -> list[tuple[Any, ...]]:
-        try:
+        with _named_death(context.dataset):
             found = zip(cells, projected.result())
-        except BrokenProcessPool:
-            raise DataError(
-                f"{context.dataset}: the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of "
-                "evaluate in the profile's set-resources"
-            ) from None
         return [
             (context.dataset, names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
             for cell, (x, y) in found
