@@ -6,14 +6,17 @@ which helps or hurts depending on the number of cells.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from sklearn import config_context
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 
 from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
 from cellmill.data.inputs.reader import CountsReader
@@ -91,6 +94,13 @@ def classifiers(neighbors: int) -> dict[str, Any]:
         "logistic regression, unscaled": LogisticRegression(standardised=False),
         "kNN": KNeighborsClassifier(neighbors),
     }
+
+
+@contextmanager
+def small_problems() -> Iterator[None]:
+    """Fit and predict inside without threads and scikit-learn's checks: they would take longer than the work."""
+    with threadpool_limits(1), config_context(assume_finite=True, skip_parameter_validation=True):
+        yield
 
 
 def rows_of(features: Mapping[str, Any], cells: np.ndarray) -> dict[str, Any]:

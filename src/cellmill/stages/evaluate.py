@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sklearn
 
 from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions
@@ -250,8 +249,7 @@ def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
     """Entry of one task, with its seconds. A task that fails is named in the last line, below its traceback."""
     started = time.perf_counter()
     try:
-        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):  # half of a small kNN's time
-            entry = named_supervised(task.run(context), context.supervised).to_json()
+        entry = named_supervised(task.run(context), context.supervised).to_json()
         entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
         json.dumps(entry, allow_nan=False)
     except UserError:

@@ -21,12 +21,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from sklearn.model_selection import GroupKFold, StratifiedKFold
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.features import ALL_GENES, cell_features, fit_all, labelled_cells, predict_all, rows_of
+from cellmill.evaluate.features import (
+    ALL_GENES,
+    cell_features,
+    fit_all,
+    labelled_cells,
+    predict_all,
+    rows_of,
+    small_problems,
+)
 from cellmill.evaluate.scores import EMBEDDING, Predictions, ScoreColumn, against_best, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict
@@ -80,7 +87,7 @@ def predict_splits(
     """
     labels = predictions.labels
     for repetition, train, test in splits:
-        with threadpool_limits(1):  # small problems: threads cost more than they save
+        with small_problems():
             given = {**features, **(_components(features[ALL_GENES], train, components, cache) if components else {})}
             fitted = fit_all(rows_of(given, train), labels[train], neighbors, cache)
             predicted = predict_all(fitted, rows_of(given, test))

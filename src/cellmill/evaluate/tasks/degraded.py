@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import scipy.sparse as sp
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import DegradedConfig, LowDepthConfig, MissingGenesConfig
 from cellmill.evaluate.features import (
@@ -22,6 +21,7 @@ from cellmill.evaluate.features import (
     predict_all,
     read_rows,
     rows_of,
+    small_problems,
     stacked,
 )
 from cellmill.evaluate.scores import Predictions
@@ -53,7 +53,7 @@ def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[
             labels = chosen.labels[train]
             seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
             together = {kind: stacked([of_level[kind] for of_level in seen.values()]) for kind in seen[WHOLE]}
-            with threadpool_limits(1):  # small problems: threads cost more than they save
+            with small_problems():
                 fitted = {level: fit_all(of, labels, neighbors, context.baselines) for level, of in seen.items()}
                 on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context.baselines)
                 predictions.record(WHOLE, repeat, test, predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test)))

@@ -18,13 +18,12 @@ import pandas as pd
 import scipy.sparse as sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import choose_cells, embed_counts, fit_all, predict_all, read_rows
+from cellmill.evaluate.features import choose_cells, embed_counts, fit_all, predict_all, read_rows, small_problems
 from cellmill.evaluate.scores import EMBEDDING, NOT_TESTED, UNTRAINED, Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import MAJORITY, METRICS, majority
@@ -173,7 +172,7 @@ class Transfer(Task):
             theirs, own = ", ".join([*names][:3]), ", ".join([*new][:3])
             return TaskResult(figures=numbers, skipped=f"no label in common: fitted {theirs}, tested {own or 'none'}")
         seen, given = transfer_features(context.model, genes, fitted, tested)
-        with threadpool_limits(1):  # small problems: threads cost more than they save
+        with small_problems():
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context.baselines), given)
         predicted[MAJORITY] = majority(labels, len(known))
         predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)))
