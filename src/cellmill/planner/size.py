@@ -154,9 +154,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     cell_tokens = _cell_tokens(spec)
     multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
-    if tp > 1:
-        # DTensor keeps more alive when it sees an operation and its shapes for the first time
-        _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
+    # more is kept alive when DTensor sees an operation and its shapes for the first time, or an import happens inside
+    _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
     long, short = _long_and_short(model, spec, multiple)
     # reductions are measured without sequence parallelism; the planner derives its collectives from them
     reduced = long
