@@ -54,13 +54,14 @@ class LogisticRegression:
         centred, (n, width) = not sp.issparse(features), features.shape
         small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
         values = (features.toarray() if small and not centred else features).astype(np.float64)
-        mean, variance = mean_variance_axis(values, axis=0) if sp.issparse(values) else (values.mean(0), values.var(0))
-        variance[variance <= 1e-20 * mean**2] = 1  # constant features
-        scale = np.sqrt(variance) if self.standardised else np.ones(width)
-        if sp.issparse(values):
-            values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
+        scale = _deviations(values) if self.standardised else np.ones(width)
+        mean = values.mean(0) if centred else np.zeros(width)
+        if centred:
+            values = (values - mean) / scale
+        elif small:
+            values = np.pad(values / scale, ((0, 0), (0, 1)), constant_values=1)
         else:
-            values = (values - mean) / scale if centred else np.pad(values / scale, ((0, 0), (0, 1)), constant_values=1)
+            values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
         self.classes, of_cell = np.unique(labels, return_inverse=True)
         coefficients, intercepts = _fit(values, of_cell, len(self.classes), small, intercept=centred)
         self.coefficients = coefficients[:width] / scale[:, None]
@@ -70,6 +71,13 @@ class LogisticRegression:
     def predict(self, features: Any) -> np.ndarray:
         """The class of highest probability of each cell, `(cells,)`, of features `(cells, width)`."""
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
+
+
+def _deviations(values: Any) -> np.ndarray:
+    """Standard deviation of each feature, 1 for a constant one."""
+    mean, variance = mean_variance_axis(values, axis=0) if sp.issparse(values) else (values.mean(0), values.var(0))
+    variance[variance <= 1e-20 * mean**2] = 1
+    return np.sqrt(variance)
 
 
 def _fit(

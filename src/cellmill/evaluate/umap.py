@@ -35,14 +35,14 @@ def import_umap() -> Any:
     It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4. The approximate
     search of neighbours, which is not used here, would compile for 14 when it is imported.
     """
-    absent = [name for name in APPROXIMATE_SEARCH if "pynndescent" not in sys.modules]
-    for name in absent:
+    stand_ins = {} if "pynndescent" in sys.modules else APPROXIMATE_SEARCH
+    for name, content in stand_ins.items():
         sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(APPROXIMATE_SEARCH[name])
+        vars(sys.modules[name]).update(content)
     try:
         umap = import_module("umap")
     finally:
-        for name in absent:
+        for name in stand_ins:
             del sys.modules[name]
     dispatcher = import_module("numba.core.dispatcher").Dispatcher
     with suppress(RuntimeError):  # no writable place
