@@ -15,7 +15,7 @@ from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
 _INPUT = f"{', '.join((*INPUTS, *plugin.names('input')))}, or a URL"
-_PLANNED = ("nodes", "nproc_per_node")  # options of the machine that plan reads too
+PLANNED = ("nodes", "nproc_per_node", "mem_mb")  # options of the machine that plan reads too
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def _add_training(stages: Any) -> None:
     plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
     plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
     plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
-    add_machine(plan, _PLANNED)
+    add_machine(plan, PLANNED)
     _add(plan, "--device", "cpu", "device of each process, such as h100")
     plan.add_argument("--suggest", action="store_true", help="print the best layouts instead of the plan")
     _add(plan, "--cells", 1_000_000, "number of cells assumed without a manifest", type=_count)
@@ -97,9 +97,9 @@ def _add_training(stages: Any) -> None:
     train.add_argument("--trunk", type=Path, help="folder of a checkpoint of another run, from which this one goes on")
     restart = "set a training of other options or data in the folder aside and start afresh"
     train.add_argument("--restart", action="store_true", help=restart)
-    add_machine(train, _PLANNED)
+    add_machine(train, PLANNED)
     group = train.add_argument_group("machine", "`set-resources: train:` of the profile, one flag per key")
-    add_machine(group, [name for name in Machine.model_fields if name not in _PLANNED])
+    add_machine(group, [name for name in Machine.model_fields if name not in PLANNED])
 
     consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
     consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cellmill.arguments import CONFIG, new_parser
+from cellmill.arguments import CONFIG, PLANNED, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import ObsColumns
 from cellmill.config.machine import Machine
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             given = {name: value for name in ObsColumns.model_fields if (value := arguments.pop(name)) is not None}
             arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
         if "nproc_per_node" in arguments:
-            names = ("nodes", "nproc_per_node") if stage == "plan" else Machine.model_fields
+            names = PLANNED if stage == "plan" else Machine.model_fields
             given = {name: arguments.pop(name) for name in names if name in arguments}
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"

@@ -461,6 +461,23 @@ def test_a_run_is_planned_without_a_corpus(capsys: pytest.CaptureFixture[str]) -
     assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
 
 
+def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", "--options", json.dumps(LARGE), "--device", "h100", "--cells", "5000", "--nproc-per-node", "4"]
+    out = tmp_path / "plan.json"
+    assert main([*words, "--mem-mb", "0", "--out", str(out)]) == 0
+    pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
+    assert main([*words, "--mem-mb", str(pinned // 2**20 + 1)]) == 0
+    capsys.readouterr()
+    assert main([*words, "--mem-mb", str(pinned // 2**20)]) == 2
+    assert capsys.readouterr().err == (
+        f"cellmill plan: the 4 processes of a node pin {amount(pinned)} of host memory for checkpoints and "
+        f"cpu_offload, but mem_mb is {pinned // 2**20}; raise it for train in the profile (0 is all of a node), or "
+        "use more nodes\n"
+    )
+
+
 def test_validation_time_is_counted_and_a_large_share_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--options", json.dumps(LARGE), "--device", "h100", "--cells", "50000000"]) == 0
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each

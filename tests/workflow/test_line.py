@@ -380,7 +380,7 @@ cores: 2
 set-resources:
   embed: {runtime: 17, constraint: big}
   plan: {device: h100}
-  train: {launcher: slurm, nproc_per_node: 2, nodes: "'1-2'", slurm_partition: gpu, runtime: 30}
+  train: {launcher: slurm, nproc_per_node: 2, nodes: "'1-2'", slurm_partition: gpu, runtime: 30, mem_mb: 9000}
 """
 
 
@@ -398,8 +398,9 @@ def test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of
             ("slurm-partition", "gpu"),
             ("qos", "long"),
             ("runtime", "30"),
+            ("mem-mb", "9000"),
         ]
-        assert " --nodes 2 --nproc-per-node 2 --device h100 " in shown
+        assert " --nodes 2 --nproc-per-node 2 --mem-mb 9000 --device h100 " in shown
         assert re.search(r"^ +resources: .*runtime=19,.* constraint=big", shown, re.M)
 
 

@@ -294,7 +294,10 @@ def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) 
     # plan has no launcher, and takes a range of nodes
     machine = _fitting(command, name, run, sizes | {"launcher": "slurm"})
     device = str(own.get("device", resources.device))
-    return ["--nodes", machine.nodes, "--nproc-per-node", str(machine.nproc_per_node), "--device", device]
+    # of the training; rule plan has a mem_mb of its own
+    mem_mb = str(of_train.get("mem_mb", train_resources(command)["mem_mb"]))
+    flags = ("--nodes", machine.nodes, "--nproc-per-node", str(machine.nproc_per_node), "--mem-mb", mem_mb)
+    return [*flags, "--device", device]
 
 
 def _fitting(command: Profile, name: str, run: RunConfig, given: dict[str, Any]) -> Machine:

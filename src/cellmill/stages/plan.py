@@ -5,6 +5,7 @@ it needs, the memory of the device, and the first change that helps.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner import search
-from cellmill.planner.cost import cost
+from cellmill.planner.cost import amount, cost
 from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.inputs import check_levels
 from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
@@ -24,6 +25,7 @@ from cellmill.planner.table import describe, table
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
+MB = 1 << 20  # of SLURM
 ASSUMED_LEVELS = 16  # of an obs column that the run reads
 
 
@@ -76,9 +78,21 @@ def plan(
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
+    _check_host_memory(plan["memory"], machine)
     if out is not None:
         write_json(out, plan)
     print(table(plan), flush=True)
+
+
+def _check_host_memory(memory: dict[str, Any], machine: Machine) -> None:
+    """Raise ConfigError unless `mem_mb`, per node, holds what the processes of a node pin beside their GPUs."""
+    pinned = machine.nproc_per_node * (memory["host_bytes"] + memory["staging_bytes"])
+    if machine.mem_mb and pinned > machine.mem_mb * MB:
+        raise ConfigError(
+            f"the {machine.nproc_per_node} processes of a node pin {amount(pinned)} of host memory for checkpoints and "
+            f"cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all of a node), or "
+            "use more nodes"
+        )
 
 
 def _assumed(options: PlanOptions, cells: int, genes: int) -> Cells:
