@@ -297,7 +297,7 @@ def _trained(checkout: Path, work: Path, case: str, name: str, layout: dict[str,
         options[section] = options.get(section, {}) | values
     out = work / "runs" / case.replace(" ", "-").replace(",", "")
     inputs = ["--manifest", work / "shards/manifest.json", "--vocabulary", work / "vocabulary.tsv"]
-    processes = ["--nproc-per-node", 2 if layout else 1, "--device", "cpu"]
+    processes = ["--nproc-per-node", 2 if layout else 1]
     words = ["train", "--options", json.dumps(options), *inputs, "--out", out / "train", *processes]
     try:
         _cellmill(checkout, *words)
@@ -351,7 +351,9 @@ def _python(checkout: Path, script: str, *words: Any) -> str:
 def _run(checkout: Path, command: list[str]) -> str:
     """Output of a command with the cellmill of `checkout`, in that folder."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # no GPUs, without the flag for it, which earlier commits lack
     environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "PATH": path}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
