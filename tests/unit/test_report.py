@@ -98,11 +98,24 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
 
 def test_the_best_row_and_the_rows_of_the_model_are_marked(page: str) -> None:
     rows = re.findall(r'<tr class="([^"]*)">\s*<th scope="row">([^<]+?) ?<', page[page.index('id="evaluation"') :])
-    assert rows[:3] == [
+    assert rows[:5] == [
+        ("own", "embedding"),
+        ("", "all genes"),
         ("own", "embedding + logistic regression"),
         ("own", "embedding + kNN"),
         (" best", "all genes + logistic regression"),
     ]
+
+
+def test_features_stand_by_classifier_and_each_comparison_is_a_bar_of_the_tasks_scale(page: str) -> None:
+    shown = page[page.index('id="evaluation"') :]
+    assert re.findall(r'<td class="n([^"]*)">([^<]*)</td>', shown)[:4] == [
+        (" top", "0.800"), ("", "0.750"), (" top best", "0.840"), ("", "")
+    ]  # fmt: skip
+    # -0.09 (-0.12 to -0.06) of a half width of 0.12
+    bar = shown[shown.index('<table class="bars">') :]
+    assert '<path d="M5.0 7H52.5"/><circle cx="28.8" cy="7"' in bar
+    assert '<td class="behind">' in bar
 
 
 def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None:
@@ -197,8 +210,11 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
         *(("PCA + kNN", f"{column}_mean") for column in columns[:3]),
         ("genes + kNN", "tenth_mean"),
     }
-    assert re.findall(r'<td class="n top">([^<]*)</td>', page) == ["0.700"] * 3 + ["-0.600"]
-    assert "0.012" not in page[page.index('id="evaluation"') : page.index("<figure")]
+    whole = page[page.index("<details>") :]
+    assert re.findall(r'<td class="n top">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
+    assert {name: [*of] for name, of in TaskTable(result).grid.items()} == {
+        "embedding": ["kNN", "logistic regression"], "PCA": ["kNN"], "genes": ["kNN"]
+    }  # fmt: skip
     [comparison] = compare_runs([ReportedRun("run", None, None, None, None, evaluation)])
     assert comparison["lines"] == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
@@ -231,6 +247,14 @@ def test_a_umap_shows_at_most_4000_cells_with_3_decimals_by_label_or_batch() -> 
     cells = [{"x": "1", "y": "2", "label": "", "heldout": "0", "batch": batch} for batch in "aab"]
     assert len(figures.umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
     assert {row["c"] for row in figures.umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
+
+
+def test_a_histogram_leaves_out_the_tails_and_counts_their_cells() -> None:
+    before = [1, 0, 500, 499, 0, 0, 1]
+    figure = figures.histogram("genes", range(8), before, before, "genes per cell")
+    assert [(row["from"], row["before"]) for row in figure.rows] == [(2, 500), (3, 499)]
+    assert figure.spec["layer"][0]["encoding"]["x"]["title"] == "genes per cell (2 cells beyond)"
+    assert len(figures.histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
 
 
 def test_confusion_is_shown_as_shares_of_the_true_class() -> None:

@@ -20,6 +20,7 @@ GREY = PALETTE[7]
 MOST_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
 MOST_CELLS_BY_BATCH = 1_500  # of the same UMAP by batch
 MOST_POINTS = 400  # of a curve
+TAILS_FRAC = 0.005  # of cells that a histogram does not draw, at both ends together
 WIDTH = 500  # of a static figure, in pixels; a live one takes the width of its card
 
 CONFIG: dict[str, Any] = {
@@ -86,11 +87,19 @@ def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, flo
 
 
 def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> Figure:
-    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges."""
+    """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
+
+    Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the title counts the others.
+    """
+    below, tail = np.cumsum(before), TAILS_FRAC / 2 * sum(before)
+    drawn = (below > tail) & (below - before < below[-1] - tail)
     rows = [
         {"from": _short(low), "to": _short(high), "before": int(was), "kept": int(kept)}
-        for low, high, was, kept in zip(edges[:-1], edges[1:], before, after)
+        for low, high, was, kept, inside in zip(edges[:-1], edges[1:], before, after, drawn)
+        if inside
     ]
+    if beyond := int(sum(before) - sum(row["before"] for row in rows)):
+        name += f" ({beyond:,} cells beyond)"
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     x = _number("from", scale=scale, title=name, axis={"grid": False})
     shared = {"x": x, "x2": {"field": "to"}, "tooltip": [*map(_number, ("from", "to", "before", "kept"))]}
@@ -100,28 +109,6 @@ def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: 
         for field, tint, opacity in (("before", GREY, 0.45), ("kept", PALETTE[0], 0.9))
     ]  # fmt: skip
     return Figure(title, rows, {"height": 140, "layer": layers})
-
-
-def dots(title: str, points: Sequence[tuple[str, float, float, str]], metric: str) -> Figure:
-    """(name, value, sd, kind) of each row of a table; all but the model's are drawn hollow, baselines in grey."""
-    rows = [
-        {"name": name, "value": _short(value), "sd": _short(sd), "kind": kind,
-         "low": _short(value - sd), "high": _short(value + sd)}
-        for name, value, sd, kind in points
-    ]  # fmt: skip
-    heading = metric.replace("_", " ") + (", mean and sd" if any(sd for _, _, sd, _ in points) else "")
-    y = {"field": "name", "type": "nominal", "sort": None, "title": None}
-    scale = {"domain": [0, 1]} if all(0 <= value <= 1 for _, value, _, _ in points) else {"zero": False}
-    x = _number("value", title=heading, scale=scale)
-    tint = {"condition": {"test": "datum.kind != 'baseline'", "value": PALETTE[0]}, "value": GREY}
-    filled = {"condition": {"test": "datum.kind == 'model'", "value": PALETTE[0]}, "value": "transparent"}
-    tip = [{"field": "name"}, _number("value"), _number("sd")]
-    layers: list[dict[str, Any]] = [
-        {"mark": "rule", "encoding": {"y": y, "x": x | {"field": "low"}, "x2": {"field": "high"}, "color": tint}},
-        {"mark": {"type": "point", "size": 55, "strokeWidth": 1.5},
-         "encoding": {"y": y, "x": x, "stroke": tint, "fill": filled, "tooltip": tip}},
-    ]  # fmt: skip
-    return Figure(title, rows, {"height": {"step": 24}, "layer": layers})
 
 
 def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:

@@ -24,7 +24,7 @@ from cellmill.report.collect import (
     sentences_of,
 )
 from cellmill.report.drawing import Drawings, allowed, scripts, text_of
-from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number
+from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number, reach
 from cellmill.runs.progress import COLLAPSED
 from cellmill.runs.verdict import Outcome
 
@@ -229,7 +229,9 @@ def render(
         number=number,
         flat=flat,
         task_table=TaskTable,
+        reach=reach,
         short=lambda digest: str(digest)[:12],
+        brief=lambda name: name.replace("logistic regression", "LR"),
         heading=lambda key: key.replace("_", " "),
         span=lambda seconds: "–" if seconds is None else span(seconds),
         percent=lambda fraction: "–" if fraction is None else f"{100 * fraction:.0f} %",

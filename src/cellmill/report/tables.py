@@ -1,6 +1,6 @@
 """Tables of tasks, generic over their rows, and values as text."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun, evaluated_datasets
@@ -24,8 +24,6 @@ class Point(NamedTuple):
 class TaskTable:
     """Rows of one task on one dataset, as the page shows them."""
 
-    MOST_WITH_SD = 3  # tables with more columns show means alone
-
     def __init__(self, result: dict[str, Any]) -> None:
         self.rows: list[dict[str, Any]] = result["rows"]
         self.columns = list(columns(self.rows))
@@ -37,9 +35,13 @@ class TaskTable:
         return max(self.points(), key=lambda point: point.value).name if self.points() else None
 
     @property
-    def compact(self) -> bool:
-        """True where deviations are left out."""
-        return sum(column.sd_key is not None for column in self.columns) > self.MOST_WITH_SD
+    def grid(self) -> dict[str, dict[str, Point]]:
+        """Points by features, then by classifier ("" without one); empty unless rows are features with classifiers."""
+        found: dict[str, dict[str, Point]] = {}
+        for point in self.points():
+            features, _, classifier = point.name.partition(" + ")
+            found.setdefault(features, {})[classifier] = point
+        return found if any(len(of) > 1 for of in found.values()) else {}
 
     @property
     def best_baselines(self) -> set[tuple[str, str]]:
@@ -77,6 +79,12 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
             yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
         elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
             yield Column(key, key)
+
+
+def reach(verdicts: Sequence[Mapping[str, Any]]) -> float:
+    """Largest distance from 0 of differences and ends of their intervals: half the width of the task's bars."""
+    ends = (end for verdict in verdicts for end in (verdict["difference"], *(verdict["interval"] or ())))
+    return max(map(abs, ends), default=0) or 1
 
 
 def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
