@@ -11,8 +11,7 @@ import pytest
 
 import cellmill
 from cellmill.config.options import PredictOptions
-from cellmill.evaluate.predict import calibration_error
-from cellmill.evaluate.unknown_labels import MOST_NAMES, count_labels
+from cellmill.evaluate.predict import MOST_NAMES, calibration_error, count_labels
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.stages import cells as predict

@@ -25,9 +25,9 @@ from cellmill.errors import DataError
 from cellmill.evaluate.baselines import BaselineCache, CachedClassifier
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.logistic import LogisticRegression
+from cellmill.evaluate.predict import tally
 from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED, draw_cells
 from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, TaskResult, pca
-from cellmill.evaluate.unknown_labels import tally
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"

@@ -11,7 +11,8 @@ is the expected calibration error of the same paper, section 3.
 """
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,9 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.run import Embed, Predict
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import text_of
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.obs import values_of_column
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import Embedding, embed_checked, limits_of, load_for_inference
@@ -92,6 +95,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 UNKNOWN = "unknown"
+MOST_NAMES = 20  # labels that are named, the most frequent
 NO_VALIDATION = "the run had no labelled validation cells"
 CHUNK = 65_536  # cells whose logits are computed at once
 
@@ -306,3 +310,63 @@ class LoadedModel:
         section = check_options(Predict, given, "options of predict")
         smallest = thresholds_of(self._model, self.config, section, str(self.folder))
         return predict_heads(self._model, self.config, self._embed(adata, counts, dataset, options), smallest)
+
+
+def tally(values: np.ndarray) -> dict[str, int]:
+    """Number of cells of each class, the largest first."""
+    return dict(sorted(Counter(values.tolist()).items(), key=lambda item: (-item[1], item[0])))
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """Result of `count_labels`."""
+
+    column: str
+    present: bool  # False if the file has no such obs column
+    n_labelled: int
+    labels: Sequence[str]  # known to the model
+    unknown: dict[str, int]  # cells by label that the model does not know, the most frequent first
+
+    @property
+    def n_unknown(self) -> int:
+        """Cells of a label that the model does not know."""
+        return sum(self.unknown.values())
+
+    def numbers(self) -> dict[str, Any]:
+        """Cells of unknown labels and the labels of most of them; empty without any."""
+        named = dict(list(self.unknown.items())[:MOST_NAMES])
+        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
+
+    def problem(self) -> str | None:
+        """What is wrong with the labels, after the name of the column, without a full stop; None if nothing is."""
+        unknown = _listed([f"{label!r} {n:,}" for label, n in self.unknown.items()])
+        if not self.present:
+            return f"{self.column}: the file has no such obs column"
+        if not self.n_labelled:
+            return f"{self.column}: no cell has a label"
+        labelled = f"{self.n_labelled:,} labelled cells"
+        if self.n_unknown == self.n_labelled:
+            known = f"a label that the model knows: expected {_listed(self.labels)}; got {unknown}"
+            return f"{self.column}: none of {labelled} has {known}"
+        if self.unknown:
+            return (
+                f"{self.column}: {self.n_unknown:,} of {labelled} have a label that the model does not know: {unknown}"
+            )
+        return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]) -> LabelCounts:
+    """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a column `dataset`."""
+    found = values_of_column(obs, dataset, column)
+    if found is None:
+        return LabelCounts(column, False, 0, labels, {})
+    codes, values = found
+    given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
+    unknown = {label: n for label, n in tally(given).items() if label not in labels}
+    return LabelCounts(column, True, len(given), labels, unknown)

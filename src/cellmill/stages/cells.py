@@ -31,9 +31,8 @@ from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
-from cellmill.evaluate.predict import LABEL, classifiers_of, predict_heads, thresholds_of, uncalibrated
+from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of, uncalibrated
 from cellmill.evaluate.results import read_external, write_embedding, write_prediction
-from cellmill.evaluate.unknown_labels import count_labels
 from cellmill.files import sha256_file
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
 from cellmill.train.telemetry import memory_bytes

@@ -17,10 +17,9 @@ from cellmill.data.shards.obs import values_of_columns
 from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
-from cellmill.evaluate.predict import classifiers_of
+from cellmill.evaluate.predict import classifiers_of, count_labels
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, Task, TaskResult
-from cellmill.evaluate.unknown_labels import count_labels
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of

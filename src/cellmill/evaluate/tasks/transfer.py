@@ -24,10 +24,10 @@ from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features import choose_cells, embed_counts, fit_all, predict_all, read_rows, small_problems
+from cellmill.evaluate.predict import tally
 from cellmill.evaluate.scores import EMBEDDING, NOT_TESTED, UNTRAINED, Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import MAJORITY, METRICS, majority
-from cellmill.evaluate.unknown_labels import tally
 
 ALL_SHARED = "all shared genes"
 OF_FITTED = f"PCA{COMPONENTS} of the fitted cells"
