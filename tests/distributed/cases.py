@@ -101,7 +101,7 @@ LOGGED = ("step", "loss", "grad_norm", "lr", "cells", "tokens", "skipped", "skip
 
 def of_training(lines: Lines) -> list[dict[str, Any]]:
     """The lines without what depends on the machine."""
-    parts = ("loss_", "lr_", "val_")  # the name of an objective's part, or of a metric
+    parts = ("loss_", "lr_", "val_", "labelled_frac")  # the name of an objective's part, or of a metric
     return [{k: v for k, v in line.items() if k in LOGGED or k.startswith(parts)} for line in lines.lines]
 
 

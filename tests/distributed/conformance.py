@@ -88,7 +88,7 @@ SUM_OF_LABELS = {
     "cell_decoding": {},
 }
 SEVERAL_HEADS = {
-    "kind": {"name": "classification"} | LABEL,
+    "kind": {"name": "classification", "label_column": "few"},
     "lot": {"name": "classification", "label_column": "batch"},
     "age": {"name": "regression"} | AGE,
     "depth": {"name": "regression", "target_column": "depth", "target_mean": 4e3, "target_std": 1e3},
@@ -124,7 +124,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "supervised_contrastive": ENCODER | {"objective": "supervised_contrastive", "temperature": 0.3} | LABEL,
     "classification": ENCODER
     | {"objective": "classification", "head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}}
-    | LABEL,
+    | {"label_column": "few"},
     "regression": ENCODER | NUMBER | {"loss": "huber", "huber_delta": 0.5},
     "sum": ENCODER
     | {

@@ -62,14 +62,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells.
 
-    Most have an age, which follows from their type; all have a depth.
+    Most have an age, which follows from their type; all have a depth, and a fifth their type as label `few`.
     """
     folder = tmp_path_factory.mktemp("corpus")
     assert main(f"simulate --out {folder}/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1".split()) == 0
     cells = ad.read_h5ad(folder / "raw.h5ad")
     age = 30.0 + 8 * cells.obs["cell_type"].cat.codes.to_numpy() + np.random.default_rng(0).normal(size=len(cells))
     age[::10] = np.nan
-    cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0)
+    few = cells.obs["cell_type"].where(np.arange(len(cells)) % 5 == 0)
+    cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few)
     cells.write_h5ad(folder / "raw.h5ad")
     return str(sharded(folder, "raw.h5ad"))
 

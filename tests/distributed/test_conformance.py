@@ -113,6 +113,16 @@ def test_curve_and_validation_equal_those_of_one_process(table: Table, case: Cas
         assert expected != table.alone(case.model)["lines"], f"{case.precision} computed in float32"
 
 
+def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
+    lines = [line for line in table.alone("classification")["lines"] if "loss" in line]
+    assert [line["labelled_frac"] for line in lines] == len(lines) * [1.0]
+    lines = [line for line in table.alone("several heads")["lines"] if "loss" in line]
+    assert all(line["labelled_frac_lot"] == 1 for line in lines)
+    assert 0 < np.mean([line["labelled_frac_kind"] for line in lines]) < 0.5  # a fifth of the cells
+    assert 0.5 < np.mean([line["labelled_frac_age"] for line in lines]) < 1
+    assert "labelled_frac_cell_decoding" not in lines[0]
+
+
 @rows(BEGUN)
 def test_first_weights_equal_those_of_one_process_to_the_bit(table: Table, case: Case) -> None:
     expected = dict(table.alone(case.model)["first"])

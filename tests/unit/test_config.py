@@ -170,6 +170,10 @@ WRONG = {
         "stream: weight_start_exponent 0.5 requires weight_warmup_steps, got 0; set both, or leave "
         "weight_start_exponent out"
     ),
+    "stream: {labelled_frac: 0.5}": (
+        "runs.demo: stream.labelled_frac 0.5 requires stream.weight_by; set it to an obs column of labels, or leave "
+        "labelled_frac out"
+    ),
     "train: {epochs: .inf}": "train.epochs: input should be a finite number, got inf",
     "train: {epochs: null}": (
         "train: expected one of steps and epochs, got neither; set one of them, and the other to null"

@@ -32,13 +32,14 @@ def wanted(steps: int, data: str = "aaaa", **train: Any) -> tuple[dict[str, Any]
     return {"identity": identity(options(**given), None), "fingerprint": data}, steps
 
 
-def trained(path: Path, step: int, **progress: int) -> TrainFolder:
-    """A run of 10 steps that has a checkpoint at `step`, with more of its progress."""
+def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainFolder:
+    """A run of 10 steps, of the options `given`, that has a checkpoint at `step`, with more of its progress."""
+    given = options() if given is None else given
     folder = TrainFolder(path / "run" / "train")
     saved = folder.begin(step)
     progress = {"step": step, "best_step": step, **progress}
     state = {"progress": progress, "steps": 10, "world_size": 1, "fingerprint": "aaaa"}
-    stored = {"options": options().model_dump(mode="json"), "identity": identity(options(), None)}
+    stored = {"options": given.model_dump(mode="json"), "identity": identity(given, None)}
     write_json(saved / "state.json", state | stored)
     folder.finish(saved, keep=2)
     if step == 10:
@@ -118,3 +119,13 @@ def test_a_restart_of_the_same_run_is_no_restart_and_of_another_length_is_one(
     )
     saved = folder.path / "superseded-001" / "checkpoints" / "step-00000006" / "state.json"
     assert json.loads(saved.read_text())["steps"] == 10
+
+
+def test_a_classification_of_every_cell_in_turn_does_not_go_on_with_labelled_cells(tmp_path: Path) -> None:
+    classify = TREE | {"objective": {"name": "classification", "label_column": "kind"}}
+    before = stored_options(classify | {"stream": {"weight_by": None}}, "test")
+    folder = trained(tmp_path, 6, before)
+    now = {"identity": identity(stored_options(classify, "test"), None)}
+    with pytest.raises(ConfigError, match=r"stream\.labelled_frac None -> 1\.0; stream\.weight_by None -> kind"):
+        is_done(folder, now | {"fingerprint": "aaaa"}, 10)
+    assert not is_done(folder, {"identity": identity(before, None), "fingerprint": "aaaa"}, 10)

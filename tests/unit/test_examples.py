@@ -58,7 +58,8 @@ def _runs() -> list[Any]:
 def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Options of a run with few small steps, in one process."""
     model = options["model"] | {key: value for key, value in SMALLER.items() if options["model"].get(key)}
-    changed = {"model": model, "parallel": {}, "stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2}}
+    stream = options["stream"] | {"lanes": 2, "block_cells": 8, "window_blocks": 2}
+    changed = {"model": model, "parallel": {}, "stream": stream}
     if options["finetune"].get("head_steps"):
         changed["finetune"] = options["finetune"] | {"head_steps": 1, "block_steps": 1}
     changed["tokens"] = options["tokens"] | {"max_tokens": min(48, options["tokens"]["max_tokens"])}
@@ -98,7 +99,8 @@ train: {steps: 1}
 
 def _with_labels_of_the_demo(raw: Path) -> None:
     adata = ad.read_h5ad(raw)
-    adata.obs = adata.obs.rename(columns={"cell_type": "bulk_labels"}).assign(phase=adata.obs["batch"])
+    few = adata.obs["cell_type"].where(np.arange(len(adata)) % 3 == 0)
+    adata.obs = adata.obs.assign(bulk_labels=adata.obs["cell_type"], cell_type=few, phase=adata.obs["batch"])
     adata.write_h5ad(raw)
 
 
@@ -189,6 +191,9 @@ def test_the_example_trains_from_the_model_it_names_and_predicts(
     assert losses[0] != losses[1]
     assert all(math.isfinite(value) for line in trained.lines for key, value in line.items() if "loss" in key)
     assert any("val_loss" in line for line in trained.lines)
+    if trained.options["stream"]["weight_by"] == "cell_type":
+        shares = [line["labelled_frac_classification"] for line in trained.lines if "loss" in line]
+        assert shares == pytest.approx(len(shares) * [0.5], abs=0.25)
     if trained.init_from is not None:
         _check_first_weights(trained, trained.init_from)
     objective = trained.options["objective"]

@@ -140,6 +140,32 @@ def test_a_model_that_only_hides_a_label_is_refused() -> None:
         check_together(check_options(TrainOptions, given, "options"))
 
 
+def _stream(objective: dict[str, Any], **stream: Any) -> dict[str, Any]:
+    """Section stream of a run, as train gets it, twice."""
+    given = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 2}}
+    parsed = check_options(TrainOptions, given | {"objective": objective, "stream": stream}, "options")
+    stored = parsed.model_dump(mode="json")
+    assert check_options(TrainOptions, stored, "run.json") == parsed
+    return dict(stored["stream"])
+
+
+def test_a_classification_reads_labelled_cells_evenly_unless_the_run_weights_cells_itself() -> None:
+    label: dict[str, Any] = {"label_column": "kind"}
+    alone = {"name": "classification"} | label
+    plain = _stream({"name": "cell_decoding"})
+    assert plain["weight_by"] is None
+    assert "labelled_frac" not in plain, "a run without it has the identity of earlier versions"
+    drawn = plain | {"weight_by": "kind", "labelled_frac": 1.0}
+    assert _stream(alone) == drawn
+    assert _stream({"name": "sum", "parts": {"kind": alone}}) == drawn
+    assert _stream(alone | {"class_weights": "balanced"}) == drawn | {"weight_exponent": 0.0}
+    assert _stream(alone, labelled_frac=0.8, max_repeats=3) == drawn | {"labelled_frac": 0.8, "max_repeats": 3.0}
+    assert _stream(alone, weight_by=None) == plain
+    assert _stream(alone, weight_by="donor") == plain | {"weight_by": "donor"}
+    assert _stream({"name": "sum", "parts": {"classification": label, "cell_decoding": {}}}) == plain
+    assert _stream({"name": "supervised_contrastive"} | label) == plain
+
+
 def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:
     donors = np.where(np.arange(90) % 5 == 0, np.nan, np.arange(90) % 3 % 2)
     path = write_dataset(tmp_path / "one.h5ad", random_counts(90, 40), genes_named(40), {"donor": donors})

@@ -108,7 +108,7 @@ ELSEWHERE = {
         "model.latent objective.decoder_layers objective.max_asked objective.undetected_ratio"
     ),
     "unit/test_repeats.py": (
-        "stream.weight_by stream.weight_exponent stream.max_repeats stream.weight_warmup_steps "
+        "stream.weight_by stream.labelled_frac stream.weight_exponent stream.max_repeats stream.weight_warmup_steps "
         "stream.weight_start_exponent"
     ),
     "unit/test_report.py": "report.title",

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from small_corpus import write_corpus
 from test_stream import cells_of, take
@@ -17,7 +18,7 @@ from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch, cut_batch, most_micro_batches, split_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, weights
+from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, epoch_order, weights
 from cellmill.data.stream.prefetch import LaneLengths, Prefetch
 from cellmill.errors import ConfigError, DataError
 
@@ -142,6 +143,90 @@ def test_copies_of_a_cell_are_spread_over_the_epoch(manifest: Manifest) -> None:
     gaps = [gap for steps in places.values() if len(steps) > 3 for gap in np.diff(sorted(steps))]
     assert len(gaps) > 50
     assert np.mean(gaps) > 2  # of 17 steps with up to 6 copies; next to each other they would have gaps of 0
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """A fifth of the cells have a label: many a, fewer b, six c."""
+    kinds = np.random.default_rng(1).choice(["a", "b"], CELLS, p=[0.8, 0.2]).astype(object)
+    kinds[np.random.default_rng(2).random(CELLS) < 0.8] = None
+    kinds[[3, 4, 70, 200, 400, 532]] = "c"
+    return write_corpus(tmp_path_factory.mktemp("labelled"), CELLS, obs={"kind": pd.Categorical(kinds)})
+
+
+def kinds_of(manifest: Manifest) -> np.ndarray:
+    names = np.array(["", *manifest.levels({"kind": "test"})["kind"]])
+    return names[CellColumns(manifest, "train", "levels", ["kind"])[:][:, 0]]
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(labelled: Manifest, lanes: int) -> None:
+    kinds = kinds_of(labelled)
+    sizes = Counter(kinds.tolist())
+    assert sizes["<missing>"] > 400
+    for frac, most, share in ((1.0, 10.0, 0.0), (0.5, 10.0, 0.5), (0.25, 10.0, 0.75), (1.0, 2.0, 0.0)):
+        stream = stream_of(labelled, lanes=lanes, labelled_frac=frac, max_repeats=most)
+        steps = stream.steps_per_epoch
+        assert steps == -(-CELLS // 32)
+        seen = taken(stream, 2 * steps)
+        for epoch in range(2):
+            found = Counter(chain(*seen[epoch * steps : (epoch + 1) * steps]))
+            assert found.total() == CELLS
+            read = Counter(kinds[list(found.elements())].tolist())
+            assert read["<missing>"] == pytest.approx(share * CELLS, abs=1)
+            mean = (CELLS - read["<missing>"]) / (CELLS - sizes["<missing>"])  # times that a labelled cell is read
+            expected = min(read[kind] for kind in "abc")
+            if most == 10:
+                assert max(read[kind] for kind in "abc") - expected <= 1, "labels are read equally often"
+            else:
+                assert read["c"] == pytest.approx(2 * mean * sizes["c"], abs=1), "a rare label is capped"
+            for kind in sizes:
+                times = [found[cell] for cell in np.flatnonzero(kinds == kind)]
+                assert max(times) - min(times) <= 1, (kind, epoch)
+
+
+def test_a_run_of_labelled_cells_goes_on_at_any_step_in_another_number_of_ranks(labelled: Manifest) -> None:
+    first, whole = stream_of(labelled, labelled_frac=1), taken(stream_of(labelled, labelled_frac=1), 30)
+    assert taken(first, 9) == whole[:9]
+    rest = []
+    for rank in range(4):
+        stream = stream_of(labelled, rank, 4, labelled_frac=1)
+        stream.load_state_dict(first.state_dict())
+        rest.append(taken(stream, 21))
+    assert [sorted(chain(*parts)) for parts in zip(*rest)] == [sorted(step) for step in whole[9:]]
+    with pytest.raises(ConfigError, match=r"stream\.labelled_frac is 0\.5, but 1\.0 in the checkpoint"):
+        stream_of(labelled, labelled_frac=0.5).load_state_dict(first.state_dict())
+
+
+def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(manifest: Manifest, labelled: Manifest) -> None:
+    weighted, steps = stream_of(manifest), 17
+    assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
+    options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
+    assert Repeats(np.zeros(9, np.int32), options).counts(0, 0, 0).tolist() == 9 * [1]
+
+
+def test_a_part_of_the_cells_is_weighted_like_a_corpus_of_these_alone(labelled: Manifest) -> None:
+    stream, kinds = stream_of(labelled, labelled_frac=1, train_frac=0.3), kinds_of(labelled)
+    n = stream.n_cells
+    assert n == 160
+    found = Counter(chain(*taken(stream, stream.steps_per_epoch)))
+    assert max(found) < n
+    assert found.total() == n
+    assert "<missing>" not in kinds[list(found)]
+
+
+def test_few_labelled_cells_among_many_are_read_very_often() -> None:
+    stream = StreamOptions.model_validate({"weight_by": "kind", "labelled_frac": 1})
+    levels = np.zeros(400_000, np.int32)
+    levels[[7, 250_000]] = 1, 2
+    layout = EpochLayout((300_000, 100_000), 4, 64, 16, 1000, 0, True, repeats=Repeats(levels, stream))
+    order, read = epoch_order(layout, 0), Counter[tuple[int, int]]()
+    for lane in range(4):
+        runs = order.window_runs(lane, 0)
+        read.update(zip(runs.shard.tolist(), runs.first.tolist()))
+    assert order.lane_cells == 4 * [100_000]
+    assert set(read) == {(0, 7), (0, 250_000)}
+    assert min(read.values()) > 0.4 * read.total()
 
 
 def test_without_weights_the_order_is_that_of_earlier_versions() -> None:

@@ -44,10 +44,10 @@ def check_together(options: TrainOptions) -> None:
             f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "
             f"{options.train.optimizer.name}; set cpu_offload to null, or optimizer to adamw"
         )
-    if options.stream.train_frac < 1 and options.stream.weight_by is not None:
+    if options.stream.labelled_frac is not None and options.stream.weight_by is None:
         raise ConfigError(
-            f"stream.train_frac {options.stream.train_frac:g} cannot be combined with stream.weight_by; set train_frac "
-            "to 1, or weight_by to null"
+            f"stream.labelled_frac {options.stream.labelled_frac:g} requires stream.weight_by; set it to an obs column "
+            "of labels, or leave labelled_frac out"
         )
     if options.tokens.max_tokens > options.train.token_budget:
         raise ConfigError(

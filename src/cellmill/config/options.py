@@ -1,6 +1,8 @@
 """Sections of the configuration that each stage reads. A new section is its class and one line here."""
 
-from pydantic import Field, SerializeAsAny
+from typing import Self
+
+from pydantic import Field, SerializeAsAny, model_validator
 
 from cellmill.config.corpus import Preprocess, Shard, VocabularyConfig
 from cellmill.config.evaluate import Evaluate
@@ -35,6 +37,13 @@ class TrainOptions(Section):
     parallel: Parallel
     train: Train
     track: Track = Track()
+
+    @model_validator(mode="after")
+    def _stream_of_objective(self) -> Self:
+        if "weight_by" in self.stream.model_fields_set or not (suiting := self.objective.stream()):
+            return self
+        stream = Stream.model_validate(suiting | self.stream.model_dump(exclude_unset=True))
+        return self.model_copy(update={"stream": stream})
 
     def obs_columns(self) -> dict[str, str]:
         """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""

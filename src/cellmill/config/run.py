@@ -6,7 +6,7 @@ The learning-rate schedule is a pure function of the step: resuming needs no sch
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from cellmill.config.parts.optimizers import Optimizer
 from cellmill.config.section import EachOnce, Section
@@ -40,7 +40,15 @@ class Stream(Section):
         None,
         description="obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are "
         "read more often and cells of frequent values less. An epoch keeps its number of cells, repeating some and "
-        "omitting others. null reads each cell once.",
+        "omitting others. null reads each cell once. If it is left out, a run whose only objective is classification "
+        "reads labelled cells only, all labels equally often (weight_by: its label_column, labelled_frac: 1).",
+    )
+    labelled_frac: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and "
+        "the other cells fill the rest, each equally often. null counts a missing value as a value like the others.",
     )
     weight_exponent: float = Field(
         1.0,
@@ -53,7 +61,8 @@ class Stream(Section):
         10.0,
         ge=1,
         le=1000,
-        description="Maximum number of times that a cell is read per epoch, as a mean over the cells of its value.",
+        description="Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; "
+        "with labelled_frac as a multiple of the mean over all cells with a value.",
     )
     weight_warmup_steps: int = Field(
         0,
@@ -99,6 +108,12 @@ class Stream(Section):
                 "or leave weight_start_exponent out"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_labelled_frac(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Options without `labelled_frac` where there is none: earlier runs stay as they are."""
+        tree: dict[str, Any] = handler(self)
+        return {key: value for key, value in tree.items() if key != "labelled_frac" or value is not None}
 
     def weights_column(self) -> dict[str, str]:
         """obs column by which cells are weighted, and the option that names it; empty without weights."""

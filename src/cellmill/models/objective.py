@@ -50,6 +50,8 @@ class Objective:
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
 
+    has_target_per_cell: bool = False  # True if `n_targets` are cells; training logs their share as `labelled_frac`
+
     training: bool = True  # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
 
     validates_rows: bool = False  # True if `loss` needs shares in validation too

@@ -56,6 +56,8 @@ class LossParts:
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self.names = list(objective.parts)
+        leaves = objective.leaves().items()
+        self.labels = {name: at for at, (name, leaf) in enumerate(leaves) if leaf.has_target_per_cell}
         self.weights: torch.Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
@@ -74,6 +76,10 @@ class LossParts:
     def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, under `prefix` and its name, for metrics.jsonl."""
         return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
+
+    def labelled(self, targets: Sequence[float], cells: float) -> dict[str, float]:
+        """Return the share of a step's cells with a target, of each part with one per cell, for metrics.jsonl."""
+        return {f"labelled_frac{name and f'_{name}'}": targets[at] / cells for name, at in self.labels.items()}
 
 
 class StopFlag:
@@ -97,7 +103,7 @@ class StepReport:
 
     `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
     that got a stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the
-    losses of an objective's parts, and in a logged step `local_readings`.
+    losses of an objective's parts, in a logged step `local_readings`, and the targets of each part.
     """
 
     step: int
@@ -234,8 +240,9 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
+            counted = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0))
             # without a target, such as a labelled cell, the loss of a step is 0 and not 0 / 0
-            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0)).clamp(min=1)
+            targets = counted.clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
             prepared = with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
@@ -263,7 +270,8 @@ class Trainer:
             if self.average is not None:
                 self.average.update(step)
             following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
-            scalars = AsyncScalars(torch.cat([torch.stack([norm.detach().to(loss), following.to(loss)]), values]))
+            first = torch.stack([norm.detach().to(loss), following.to(loss)])
+            scalars = AsyncScalars(torch.cat([first, values, counted.reshape(-1).to(loss)]))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
@@ -298,7 +306,8 @@ class Trainer:
     def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
         norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
-        losses, readings = rest[: len(self.loss_parts.names)], rest[len(self.loss_parts.names) :]
+        n_losses, n_parts = len(self.loss_parts.names), max(len(self.loss_parts.names), 1)
+        losses, readings, targets = rest[:n_losses], rest[n_losses:-n_parts], rest[-n_parts:]
         scaled = {"loss_scale": scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.cells += round(cells)
@@ -312,7 +321,8 @@ class Trainer:
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
             line |= rates_line(self.rates, report.lr, report.step - 1)
-            line |= self.loss_parts.line("loss", losses) | {"skipped_steps": self.progress.skipped_steps} | scaled
+            line |= self.loss_parts.line("loss", losses) | self.loss_parts.labelled(targets, cells)
+            line |= {"skipped_steps": self.progress.skipped_steps} | scaled
             line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
             self._log(line | readings_line(self.device.type, readings, dist.get_world_size()))
         return stop > 0, due > 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from pydantic import Field
 
@@ -62,6 +62,10 @@ class ObjectiveConfig(Plugin):
     def columns(self) -> Columns:
         """Return the obs columns that batches carry for it."""
         return Columns()
+
+    def stream(self) -> dict[str, Any]:
+        """Return options of section stream, `weight_by` among them, that a run without `weight_by` takes."""
+        return {}
 
     def fit(self, facts: Facts) -> Self:
         """Return the options with what they take from the corpus, as numbers that the run stores."""

@@ -239,6 +239,10 @@ class ClassificationConfig(LabelConfig):
         named = ("objective.class_weights", self.label_column, list(given))
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
+    def stream(self) -> dict[str, Any]:
+        balanced = {} if self.class_weights is None else {"weight_exponent": 0.0}  # by their weights in the loss
+        return {"weight_by": self.label_column, "labelled_frac": 1.0} | balanced
+
     def fit(self, facts: Facts) -> Self:
         if self.class_weights != BALANCED:
             return self
@@ -381,6 +385,9 @@ class SumConfig(ObjectiveConfig):
 
     def columns(self) -> Columns:
         return reduce(or_, (part.columns() for part in self.each()))
+
+    def stream(self) -> dict[str, Any]:
+        return self.each()[0].stream() if len(self.parts) == 1 else {}
 
     def fit(self, facts: Facts) -> Self:
         return self.model_copy(update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}})

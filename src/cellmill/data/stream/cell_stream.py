@@ -18,7 +18,7 @@ import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.shards.index import CellColumns
+from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import cell_names, open_shards
@@ -31,7 +31,9 @@ from cellmill.errors import ConfigError, DataError
 _AHEAD = 3  # steps tokenized in advance, with the one that is being tokenized
 # options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
-_WEIGHTS = ("weight_by", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent")
+_WEIGHTS = (
+    *("weight_by", "labelled_frac", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent"),
+)
 _TRAIN_FRAC = "train_frac"
 
 
@@ -84,7 +86,11 @@ class CellStream:
             max_cells, weights = stream.train_cells(entry.n_obs), weights | {_TRAIN_FRAC: stream.train_frac}
         repeats = None
         if weighted:
-            repeats = Repeats(CellColumns(opened, split, "levels", opened.levels(weighted))[:][:, 0], stream)
+            known = opened.levels(weighted)
+            levels = CellColumns(opened, split, "levels", known)[:max_cells][:, 0]
+            if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
+                levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
+            repeats = Repeats(levels, stream)
         self._layout = EpochLayout(
             sizes,
             **order,

@@ -8,10 +8,12 @@ ranks. With cells preshuffled on disk, a batch has the donor entropy of a true s
 
 An epoch may also read some cells several times and others not at all, by the level of an obs column (`Repeats`), with
 the same number of cells, N. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with
-s such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often. Each cell is read
-the whole part of its weight or once more; which ones are read once more is drawn anew each epoch. A block then occurs
-as often as its most repeated cell: copy k has the cells that are read at least k times, so copies of a cell are apart.
-The copies are dealt to lanes in contiguous parts, and a window has as many cells as `window_blocks` full blocks.
+s such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often. With `labelled_frac`
+the L cells with a level have such weights that add up to L, times `labelled_frac * N / L`, and the other cells share
+the rest. Each cell is read the whole part of its weight or once more; which ones are read once more is drawn anew each
+epoch. A block then occurs as often as its most repeated cell: copy k has the cells that are read at least k times, so
+copies of a cell are apart. The copies are dealt to lanes in contiguous parts, and a window has as many cells as
+`window_blocks` full blocks.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ REPEATS = 4  # purpose of the words that choose cells
 
 @dataclass(frozen=True, eq=False)
 class Repeats:
-    """Repeats of the cells of a split."""
+    """Repeats of the first cells of a split, those that a run reads."""
 
-    levels: np.ndarray  # (cells,) int, from 0: number of each cell's level; unknown levels are one level
+    levels: np.ndarray  # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
     stream: Stream
 
     def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
-        """(cells,) uint16: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
-        counts = np.zeros(len(self.levels), np.uint16)
+        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
+        counts = np.zeros(len(self.levels), np.uint32)
         for level, total in enumerate(self.totals(first_step)):
             end = int(self._sizes[: level + 1].sum())
             cells = self._by_level[end - int(self._sizes[level]) : end]
@@ -82,8 +84,15 @@ class Repeats:
         return [int(total) for total in totals]
 
     def _weights(self, exponent: float) -> np.ndarray:
-        # exactly 1 for exponent 0, where a quotient of sums may not be
-        return weights(self._sizes, exponent, self.stream.max_repeats) if exponent else np.ones(len(self._sizes))
+        sizes, n, most = self._sizes, len(self.levels), self.stream.max_repeats
+        frac, known = self.stream.labelled_frac, n - int(sizes[0])
+        if frac is None or not known:
+            # exactly 1 for exponent 0, where a quotient of sums may not be
+            return weights(sizes, exponent, most) if exponent else np.ones(len(sizes))
+        labelled = frac * n if known < n else n
+        found = weights(np.append(0, sizes[1:]), exponent, most) * labelled / known
+        found[0] = (n - labelled) / max(n - known, 1)
+        return found
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -273,8 +282,9 @@ class RepeatedEpoch(Epoch):
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
         self.layout, self.epoch = layout, epoch
-        self._counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
+        counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
+        self._counts = np.pad(counts, (0, int(self._first_cell[-1]) - len(counts)))
         starts, sizes = self._blocks()
         block, self._copy, n = self._copies(starts)
         order = permutation(len(block), layout.seed, BLOCKS, epoch, COPIES)
@@ -304,11 +314,13 @@ class RepeatedEpoch(Epoch):
 
     def _copies(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Block, number from 1, and cells of each copy that has any."""
-        parts = []
-        for copy in range(1, int(self._counts.max(initial=0)) + 1):
-            n = np.add.reduceat(self._counts >= copy, starts, dtype=np.int64)
-            block = np.flatnonzero(n)
-            parts.append((block, np.full(len(block), copy), n[block]))
+        parts: list[tuple[np.ndarray, ...]] = []
+        left = np.flatnonzero(self._counts)  # few cells may have many copies
+        while len(left):
+            block = np.searchsorted(starts, left, side="right") - 1
+            begins = np.flatnonzero(np.diff(block, prepend=-1))
+            parts.append((block[begins], np.full(len(begins), len(parts) + 1), np.diff(np.append(begins, len(left)))))
+            left = left[self._counts[left] > len(parts)]
         blocks, copies, cells = (np.concatenate(arrays) for arrays in zip(*parts))
         return blocks, copies, cells
 

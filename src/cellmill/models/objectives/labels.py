@@ -92,6 +92,8 @@ class TargetBatch(EncoderBatch):
 class CellObjective(Objective):
     """Base of objectives with one target per cell; they define `find_targets` and need a model with `cell_vectors`."""
 
+    has_target_per_cell = True
+
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target of each cell, (cells,), and which of them are known, (cells,) bool."""
         raise NotImplementedError
