@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import EpochLayout
-from cellmill.data.stream.prefetch import Prefetch
+from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 
 WORLD = 4  # ranks among which cells are counted
 BINNED = "binned tokens"
@@ -202,12 +202,22 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options.lanes, options.block_cells, options.window_blocks, batch, seed=0, shuffle=True)
     rows = Prefetch(shards, layout, 0, 1, max_genes=None, io_threads=options.io_threads)
-    steps = rows.steps(0, 0)
+    batches = rows_of_steps(rows.steps(0, 0))
     try:
         while True:
-            yield (len(next(steps).cells) for _ in range(layout.steps_per_epoch))
+            yield (len(next(batches)[0]) for _ in range(layout.steps_per_epoch))
     finally:
         rows.close()
+
+
+def rows_of_steps(prefetched: Iterator[PrefetchedSteps]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Cells of each step, where their genes start, and their genes and counts."""
+    for steps in prefetched:
+        for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):
+            assert steps.counts is not None
+            starts = steps.starts[first : last + 1]
+            nonzeros = slice(starts[0], starts[-1])
+            yield steps.cells[first:last], starts - starts[0], steps.genes[nonzeros], steps.counts[nonzeros]
 
 
 def open_stream(

@@ -1,7 +1,8 @@
 """What a rank computes before each step for all ranks: lengths of their cells, and how many micro-batches they cut.
 
-No cell is read: shards have row lengths alone. Each figure is of `--steps` steps of one rank of many, after a warm-up;
-the mean counts the windows of lanes that are looked up meanwhile. CPU time of the thread that runs beside training.
+No cell is read: shards have row lengths alone. The figures are of `--steps` steps of one rank of many, after a warm-up.
+Small steps are computed some at a time, and the longest time is of all of these; the mean, of a step, counts the
+windows of lanes that are looked up meanwhile. CPU time of the thread that runs beside training.
 
     python benchmarks/step_plan.py [--worlds 8 128 1024] [--cells 8] [--steps 300]
 """
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from train_step import commit, machine
 
-from cellmill.data.stream.batch import most_micro_batches
+from cellmill.data.stream.batch import micro_batches_of_ranks
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch
 
@@ -31,7 +32,7 @@ class Lengths:
         lengths = np.random.default_rng(0).gamma(4.0, MEAN_GENES / 4, n_obs).astype(np.int64) + 1
         self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
 
-    def scatter_genes(self, start: int, table: np.ndarray) -> None: ...
+    def scatter(self, start: int, genes: np.ndarray, counts: None) -> None: ...
 
 
 def main() -> None:
@@ -41,20 +42,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     print(f"machine: {machine(torch.device('cpu'))}, load {os.getloadavg()[0]:.1f}; commit {commit()}\n")
-    print("| ranks | lengths, mean ms | cuts, mean ms | both, median ms | both, longest ms | start, s |")
+    print("| ranks | lengths, mean ms | cuts, mean ms | steps at a time | both, longest ms | start, s |")
     print("|---:|---:|---:|---:|---:|---:|")
     for world in arguments.worlds:
-        start, lengths, cuts = measured(world, arguments.cells, arguments.steps)
-        both = 1e3 * (lengths + cuts)
+        start, lengths, cuts, steps = measured(world, arguments.cells, arguments.steps)
+        total, longest = 1e3 / steps.sum(), 1e3 * (lengths + cuts).max()
         print(
-            f"| {world:,} | {1e3 * lengths.mean():.2f} | {1e3 * cuts.mean():.2f} | {np.median(both):.2f} "
-            f"| {both.max():.2f} | {start:.2f} |",
+            f"| {world:,} | {total * lengths.sum():.2f} | {total * cuts.sum():.2f} | {np.median(steps):.0f} "
+            f"| {longest:.2f} | {start:.2f} |",
             flush=True,
         )
 
 
-def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Seconds until the first step, and of each step: the lengths of all ranks' cells, and the most micro-batches."""
+def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds until the first step, and of each time: lengths of all ranks' cells, their cuts, and number of steps."""
     lanes, window = world * LANES_PER_RANK, BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
     layout = EpochLayout((2 * lanes * window,), lanes, BLOCK_CELLS, WINDOW_BLOCKS, world * cells, seed=0, shuffle=True)
@@ -63,15 +64,15 @@ def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.
     taken = rows.steps(0, 0)
     next(taken)
     start, budget = time.thread_time() - began, cells * MAX_TOKENS // MICRO_BATCHES
-    lengths, cuts = np.empty(steps), np.empty(steps)
-    for at in range(steps):
+    each: list[tuple[float, float, int]] = []
+    while sum(n for _, _, n in each) < steps:
         began = time.thread_time()
-        step = next(taken)
+        together = next(taken)
         known = time.thread_time()
-        most_micro_batches(np.minimum(step.lengths, MAX_TOKENS), step.n_cells, budget)
-        lengths[at], cuts[at] = known - began, time.thread_time() - known
+        micro_batches_of_ranks(np.minimum(together.lengths, MAX_TOKENS), together.n_cells.ravel(), budget)
+        each.append((known - began, time.thread_time() - known, len(together.n_cells)))
     rows.close()
-    return start, lengths, cuts
+    return start, *(np.array(column) for column in zip(*each))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch import Batch, cut_batch, most_micro_batches, split_batch
+from cellmill.data.stream.batch import Batch, cut_batch, micro_batches_of_ranks, split_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, epoch_order, weights
 from cellmill.data.stream.prefetch import LaneLengths, Prefetch
@@ -267,7 +267,7 @@ class Lengths:
     def __init__(self, lengths: np.ndarray) -> None:
         self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
 
-    def scatter_genes(self, start: int, table: np.ndarray) -> None: ...
+    def scatter(self, start: int, genes: np.ndarray, counts: None) -> None: ...
 
 
 def lengths_of_lane(shards: list[Lengths], layout: EpochLayout, lane: int) -> Iterator[int]:
@@ -284,10 +284,10 @@ def lengths_of_lane(shards: list[Lengths], layout: EpochLayout, lane: int) -> It
         epoch += 1
 
 
-def cuts_of_ranks(lengths: list[np.ndarray], world: int, budget: int) -> int:
-    """Most micro-batches of a rank; `lengths` are those of each lane."""
+def cuts_of_ranks(lengths: list[np.ndarray], world: int, budget: int) -> list[int]:
+    """Micro-batches of each rank; `lengths` are those of each lane."""
     ranks = [np.concatenate(lengths[rank::world]) for rank in range(world)]
-    return max(len(cut_batch(rank, budget)) - 1 for rank in ranks)
+    return [len(cut_batch(rank, budget)) - 1 for rank in ranks]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -307,13 +307,16 @@ def test_lengths_and_cuts_of_all_ranks_are_those_of_each_lane_alone(seed: int) -
     alone = [lengths_of_lane(shards, layout, lane) for lane in range(lanes)]
     for lane, n in zip(alone, layout.lanes_before(first)):
         list(islice(lane, int(n)))
-    for step, number in zip(rows.steps(0, first), range(first, first + 2 * steps + 3)):
+    grouped = ((together, at) for together in rows.steps(0, first) for at in range(len(together.n_cells)))
+    for (together, at), number in zip(grouped, range(first, first + 2 * steps + 3)):
+        n_cells, before = together.n_cells[at], int(together.n_cells[:at].sum())
+        of_step = together.lengths[before : before + int(n_cells.sum())]
         n = layout.lanes_before(number % steps + 1) - layout.lanes_before(number % steps)
         expected = [np.array(list(islice(lane, int(k))) if k else [], np.int64) for lane, k in zip(alone, n)]
-        assert step.n_cells.tolist() == [sum(map(len, expected[r::world])) for r in range(world)]
-        assert step.lengths.tolist() == [x for r in range(world) for lane in expected[r::world] for x in lane.tolist()]
+        assert n_cells.tolist() == [sum(map(len, expected[r::world])) for r in range(world)]
+        assert of_step.tolist() == [x for r in range(world) for lane in expected[r::world] for x in lane.tolist()]
         for budget in (1, 30, 77):
-            assert most_micro_batches(step.lengths, step.n_cells, budget) == cuts_of_ranks(expected, world, budget)
+            assert micro_batches_of_ranks(of_step, n_cells, budget).tolist() == cuts_of_ranks(expected, world, budget)
     rows.close()
 
 

@@ -249,15 +249,16 @@ class RowFile:
         """Counts (`dtype`) of nonzeros `start` to `stop`."""
         return self._read(partial(self.counts.read, start=start, stop=stop))
 
-    def scatter_genes(self, start: int, table: np.ndarray) -> None:
-        """Fill a table of `places`, which must live until then, with genes of a shard from nonzero `start` on."""
-        assert isinstance(self.genes, Contiguous)
-        self._read(partial(self.genes.scatter, start=start, table=table))
+    def scatter(self, start: int, genes: np.ndarray, counts: np.ndarray | None) -> None:
+        """Fill tables of `places`, which must live until then, with genes and counts from nonzero `start` on."""
 
-    def scatter_counts(self, start: int, table: np.ndarray) -> None:
-        """As `scatter_genes`, with counts."""
-        assert isinstance(self.counts, Contiguous)
-        self._read(partial(self.counts.scatter, start=start, table=table))
+        def read(descriptor: int) -> None:
+            for array, table in ((self.genes, genes), (self.counts, counts)):
+                if table is not None:
+                    assert isinstance(array, Contiguous)
+                    array.scatter(descriptor, start, table)
+
+        self._read(read)
 
     def _read(self, read: Callable[[int], T]) -> T:
         """Result of `read`, called with a descriptor of the file or of its local copy."""

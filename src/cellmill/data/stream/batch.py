@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from itertools import pairwise
 from math import nan
 from typing import Any, Literal, Protocol, Self
@@ -72,16 +73,21 @@ class Batch:
         if not self.lengths:
             object.__setattr__(self, "lengths", (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist())
 
+    @classmethod
+    @cache
+    def _axes(cls) -> dict[str, Per]:
+        """Axis of each array, by field."""
+        return {f.name: f.metadata["per"] for f in fields(cls) if "per" in f.metadata}
+
     def map(self, change: Callable[[Per, Array], Array], **others: Any) -> Self:
         """Return the batch with every array changed, and with `others`: what `change` does not know."""
-        axes = {f.name: f.metadata["per"] for f in fields(self) if "per" in f.metadata}
-        arrays = {name: (per, getattr(self, name)) for name, per in axes.items() if name not in others}
+        arrays = {name: (per, getattr(self, name)) for name, per in self._axes().items() if name not in others}
         changed = {name: change(per, array) for name, (per, array) in arrays.items() if array is not None}
         return replace(self, **{"lengths": []} | changed | others)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
         """Present arrays of an axis, by field."""
-        names = [f.name for f in fields(self) if "per" in f.metadata and f.metadata["per"].axis == axis]
+        names = [name for name, per in self._axes().items() if per.axis == axis]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
@@ -192,23 +198,25 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     return borders
 
 
-def most_micro_batches(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> int:
-    """Most micro-batches that `cut_batch` makes of any rank's cells; the ranks are cut side by side.
+def micro_batches_of_ranks(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> np.ndarray:
+    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`; all are cut side by side.
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
     total = np.zeros(len(lengths) + 1, np.int64)
     lengths.cumsum(out=total[1:])
     ends = n_cells.cumsum()
-    first, number = ends - n_cells, 0
-    if (total[ends] - total[first] <= token_budget).all():  # as often: everything fits at once
-        return int(n_cells.any())
-    while (left := first < ends).any():
-        first, ends = first[left], ends[left]
+    first = ends - n_cells
+    numbers = np.minimum(n_cells, 1)
+    left = np.flatnonzero(total[ends] - total[first] > token_budget)  # often none: everything fits at once
+    first, ends = first[left], ends[left]
+    while len(left):
         fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
         first = np.maximum(np.minimum(fitting, ends), first + 1)
-        number += 1
-    return number
+        more = first < ends
+        left, first, ends = left[more], first[more], ends[more]
+        numbers[left] += 1
+    return numbers
 
 
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:

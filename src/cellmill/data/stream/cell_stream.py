@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -22,13 +22,14 @@ from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import cell_names, open_shards
-from cellmill.data.stream.batch import Batch, cut_batch, cut_evenly, empty_batch, most_micro_batches
+from cellmill.data.stream.batch import Batch, cut_batch, cut_evenly, empty_batch, micro_batches_of_ranks
 from cellmill.data.stream.order import EpochLayout, Repeats, shards_read
-from cellmill.data.stream.prefetch import Prefetch, PrefetchedStep
+from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
-_AHEAD = 3  # steps tokenized in advance, with the one that is being tokenized
+_AHEAD = 3  # groups of steps tokenized in advance, with the one that is being tokenized
+_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
 # options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = (
@@ -188,37 +189,46 @@ class CellStream:
             self._ahead.stop()
             self._ahead = None
 
-    def _micro_batches(self, step: PrefetchedStep) -> list[Batch]:
+    def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
+        """Micro-batches of each step."""
         # every rank computes the number of cuts of all ranks from known lengths: no communication to agree on it
-        lengths, n_cells = self._tokenizer.numbers(step.lengths), step.n_cells
-        number = max(self._min_microbatches, most_micro_batches(lengths, n_cells, self._budget))
-        end = int(n_cells[: self._rank + 1].sum())
-        own = lengths[end - n_cells[self._rank] : end]
-        if self._microbatch_multiple > 1 or self._min_microbatches > 1:
-            number = -(-number // self._microbatch_multiple) * self._microbatch_multiple
-            borders = cut_evenly(own, number)
-        else:
-            borders = cut_batch(own, self._budget)
-        batches = []
-        for first, last in pairwise(borders):
-            starts = step.starts[first : last + 1]
+        lengths, n_cells = self._tokenizer.numbers(steps.lengths), steps.n_cells
+        cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
+        most, multiple = np.maximum(cuts.max(1), self._min_microbatches), self._microbatch_multiple
+        numbers = (-(-most // multiple) * multiple).tolist()
+        is_even = multiple > 1 or self._min_microbatches > 1
+        ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
+        borders, full = [0], []  # of this rank's micro-batches, by cell, and how many are not empty in each step
+        for end, n, own_cuts, number in zip(ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], numbers):
+            if is_even:
+                of_step = cut_evenly(lengths[end - n : end], number)
+            else:
+                of_step = [0, n] if own_cuts == 1 else cut_batch(lengths[end - n : end], self._budget)
+            borders += [borders[-1] + border for border in of_step[1:]]
+            full.append(len(of_step) - 1)
+        made: list[Batch] = []
+        for first, last in pairwise(cut_batch(np.diff(steps.starts[borders]), _TOGETHER)):
+            start, stop = borders[first], borders[last]
+            starts = steps.starts[start : stop + 1]
             nonzeros = slice(starts[0], starts[-1])
-            counts = step.counts[nonzeros] if step.counts is not None else None
-            row = step.genes[nonzeros], counts, starts - starts[0], step.cells[first:last]
-            batches.append(self._tokenizer.batch(*row, self._counted, step.epoch))
-        batches += [empty_batch(self._tokenizer.dtype, self._counted)] * (number - len(batches))
-        return [batch.with_rows(self._per_cell) for batch in batches]
+            counts = steps.counts[nonzeros] if steps.counts is not None else None
+            rows = steps.genes[nonzeros], counts, starts - starts[0], steps.cells[start:stop]
+            batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(self._per_cell)
+            made += [batch.cut(low - start, high - start) for low, high in pairwise(borders[first : last + 1])]
+        empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
+        left = iter(made)
+        return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(full, numbers)]
 
 
 class _Ahead:
-    """Iterator run in a thread, a few items ahead; its errors are raised to the consumer."""
+    """Items of lists, which are made in a thread, a few ahead; its errors are raised to the consumer."""
 
-    def __init__(self, items: Iterator[list[Batch]]):
-        self._items = items
+    def __init__(self, items: Iterator[list[list[Batch]]]):
+        self._items, self._is_stopped = items, False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._made = deque(self._pool.submit(self._next) for _ in range(_AHEAD))
 
-    def _next(self) -> list[Batch] | None:
+    def _next(self) -> list[list[Batch]] | None:
         return next(self._items, None)
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -231,9 +241,13 @@ class _Ahead:
                 return
             with suppress(RuntimeError):  # as above: no task is taken any more
                 self._made.append(self._pool.submit(self._next))
-            yield item
+            for each in item:
+                if self._is_stopped:
+                    return
+                yield each
 
     def stop(self) -> None:
         """End the thread and wait for it."""
+        self._is_stopped = True
         self._pool.shutdown(cancel_futures=True)
         self._made.clear()

@@ -23,6 +23,7 @@ from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
+_TOGETHER = 256  # cells of small steps that are given at once: Python's share of each of them gets as much smaller
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class StreamWindow:
 
     cells: WindowCells  # without genes and counts until memory is given to them
     first_step: int
-    borders: list[int]  # first cell of each step from `first_step` on, and the number of cells
+    borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
     spans: list[tuple[int, int, int]]  # what is read: shard, first row and number of rows
     position: np.ndarray  # of the cells of `spans`, one after another, among `cells`
 
@@ -62,12 +63,12 @@ class StreamWindow:
     def last_step(self) -> int:
         return self.first_step + len(self.borders) - 2
 
-    def step(self, number: int) -> WindowCells:
-        """The cells that a step takes from this window, which may be none."""
+    def steps(self, number: int, n: int = 1) -> WindowCells:
+        """The cells that step `number`, and those up to `n` steps from it, take from this window; may be none."""
         if not self.first_step <= number <= self.last_step:
             return self.cells.slice(0, 0)
         at = number - self.first_step
-        return self.cells.slice(self.borders[at], self.borders[at + 1])
+        return self.cells.slice(self.borders[at], self.borders[at + n])
 
 
 class Buffer:
@@ -103,32 +104,32 @@ class _Reads:
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
         """Read runs of cells: shard, first row in it, position of the first among all rows, and number."""
         for shard, first, at, n in runs:
-            start = int(shard.indptr[first])
-            shard.scatter_genes(start, self._genes[self._each * at : self._each * (at + n)])
-            if self._memory is not None and self._memory.dtype == shard.dtype:
-                shard.scatter_counts(start, self._counts[at : at + n])
-            elif self._memory is not None:
-                self._read_wider(self._memory, shard, start, slice(at, at + n))
+            start, genes = int(shard.indptr[first]), self._genes[self._each * at : self._each * (at + n)]
+            is_wider = self._memory is not None and self._memory.dtype != shard.dtype
+            shard.scatter(start, genes, None if self._memory is None or is_wider else self._counts[at : at + n])
+            if is_wider:
+                self._read_wider(shard, start, slice(at, at + n))
 
-    def _read_wider(self, memory: np.ndarray, shard: RowFile, start: int, rows: slice) -> None:
+    def _read_wider(self, shard: RowFile, start: int, rows: slice) -> None:
         """Counts of a shard that has 16 bits for them, where another of the split has 32."""
+        assert self._memory is not None
         starts, lengths = self._starts[rows].tolist(), self._lengths[rows]
         counts = shard.read_counts(start, start + int(lengths.sum()))
         for at, part in zip(starts, np.split(counts, np.cumsum(lengths)[:-1])):
-            memory[at : at + len(part)] = part
+            self._memory[at : at + len(part)] = part
 
 
 _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class PrefetchedStep:
-    """Cells of one global batch; `genes` and `counts` are overwritten by the next step."""
+class PrefetchedSteps:
+    """Cells of some consecutive global batches; `genes` and `counts` are overwritten by the next ones."""
 
     epoch: int
-    lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, rank by rank: the same on every rank
-    n_cells: np.ndarray  # `(world,)` int64, number of cells of each rank
-    cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by lane
+    lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
+    n_cells: np.ndarray  # `(steps, world)` int64, number of cells of each rank
+    cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by step and lane
     starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
     genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
     counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
@@ -165,34 +166,44 @@ class Prefetch:
         """End the threads after the reads in progress."""
         self._pool.shutdown(cancel_futures=True)
 
-    def steps(self, epoch: int, step: int) -> Iterator[PrefetchedStep]:
+    def steps(self, epoch: int, step: int) -> Iterator[PrefetchedSteps]:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
         layout = self._layout
         before = layout.lanes_before(step)
         lengths_of_others = self._lengths_of(self._others, epoch, before)
         ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._dtype, self._pool)
         while True:
-            for number, of_ranks, of_others in self._numbers_of_cells(step):
-                parts = ahead.take(epoch * layout.steps_per_epoch + number, int(of_ranks[self._rank]))
-                own = parts[0] if len(parts) == 1 else self._joined(parts)
-                lengths = own.lengths
-                if len(of_others):
-                    others, first = lengths_of_others.take(of_others), int(of_ranks[: self._rank].sum())
-                    lengths = np.concatenate([others[:first], lengths, others[first:]])
-                starts = own.starts - own.starts[0]
-                yield PrefetchedStep(epoch, lengths, of_ranks, own.cells.copy(), starts, own.genes, own.counts)
+            while step < layout.steps_per_epoch:
+                borders = layout.lanes_before(np.arange(step, min(step + _STEPS, layout.steps_per_epoch) + 1)[:, None])
+                of_lanes = np.diff(borders, axis=0)
+                of_ranks = of_lanes.reshape(len(of_lanes), -1, self._world).sum(1)
+                at = 0
+                while at < len(of_ranks):
+                    n, parts = ahead.take(epoch * layout.steps_per_epoch + step + at, of_ranks[at:, self._rank])
+                    own = parts[0] if len(parts) == 1 else self._joined(parts)
+                    taken = slice(at, at + n)
+                    lengths = own.lengths
+                    if len(self._others):
+                        lengths = self._with_others(lengths, lengths_of_others, of_ranks[taken], of_lanes[taken])
+                    starts = own.starts - own.starts[0]
+                    yield PrefetchedSteps(epoch, lengths, of_ranks[taken], own.cells, starts, own.genes, own.counts)
+                    at += n
+                step += len(of_ranks)
             if not layout.shuffle:
                 return
             epoch, step = epoch + 1, 0
 
-    def _numbers_of_cells(self, step: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Steps of an epoch from `step` on, with their cells of each rank, `(world,)`, and of each other lane."""
-        layout = self._layout
-        for first in range(step, layout.steps_per_epoch, _STEPS):
-            steps = np.arange(first, min(first + _STEPS, layout.steps_per_epoch) + 1)
-            of_lanes = np.diff(layout.lanes_before(steps[:, None]), axis=0)
-            of_ranks = of_lanes.reshape(len(of_lanes), -1, self._world).sum(1)
-            yield from zip(steps.tolist(), of_ranks, of_lanes[:, self._others])
+    def _with_others(
+        self, own: np.ndarray, others: LaneLengths, of_ranks: np.ndarray, of_lanes: np.ndarray
+    ) -> np.ndarray:
+        """Lengths of all ranks' cells, by step and rank; `own` are those of this rank."""
+        parts, at = [], 0
+        for in_ranks, in_lanes in zip(of_ranks, of_lanes[:, self._others]):
+            first, n = int(in_ranks[: self._rank].sum()), int(in_ranks[self._rank])
+            lengths = others.take(in_lanes)
+            parts += [lengths[:first], own[at : at + n], lengths[first:]]
+            at += n
+        return np.concatenate(parts)
 
     def _lengths_of(self, lanes: np.ndarray, epoch: int, before: np.ndarray) -> LaneLengths:
         """Lengths of lanes that are not read, each from its cell `before` of an epoch on."""
@@ -274,7 +285,7 @@ class Prefetch:
         in_file_order[np.concatenate([of_lane + begin for of_lane, begin in zip(shuffled, first)])] = position
         lane_of = np.repeat(lanes, np.diff(first))[by_step]
         of_cells = WindowCells(lane_of, cells, lengths, starts, np.empty(0, np.int32), None)
-        borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2)).tolist()
+        borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
         first_step = order.epoch * self._layout.steps_per_epoch + int(steps[0])
         spans = [span for of_lane in runs for span in _spans(of_lane)]
         return StreamWindow(of_cells, first_step, borders, spans, in_file_order)
@@ -361,28 +372,36 @@ class _ReadAhead:
         self._start()
         self._start()
 
-    def take(self, step: int, n: int) -> list[WindowCells]:
-        """The `n` cells of a step, in as many parts as there are buffers with some of them.
+    def take(self, step: int, n: np.ndarray) -> tuple[int, list[WindowCells]]:
+        """Cells of a step, in as many parts as there are buffers with some of them; `n[0]` in all.
 
-        Steps, counted over all epochs, are taken in order. Parts are valid until the next call.
+        A step in one buffer is given with those after it of `n[1:]` cells that are there too, up to `_TOGETHER` cells.
+        Returns the number of steps. They are counted over all epochs and taken in order. Parts are valid until the
+        next call.
         """
         self._free += [reading.buffer for reading in self._started if reading.window.last_step < step]
         self._started = [reading for reading in self._started if reading.window.last_step >= step]
         while len(self._started) < 2 and self._start():
             pass
-        parts, at = [], 0
-        while n:
+        parts, at, left = [], 0, int(n[0])
+        while left:
             if at == len(self._started):  # windows of lanes may end at different steps
                 started = self._start()
-                assert started, f"{n} cells of step {step} are in no window"
-            reading = self._started[at]
-            part = reading.window.step(step)
+                assert started, f"{left} cells of step {step} are in no window"
+            window, tasks = self._started[at].window, self._started[at].tasks
+            part = window.steps(step)
             if len(part.cells):
-                while reading.tasks:
-                    reading.tasks.pop().result()
+                while tasks:
+                    tasks.pop().result()
                 parts.append(part)
-            n, at = n - len(part.cells), at + 1
-        return parts
+                if len(part.cells) == n[0]:
+                    first = step - window.first_step
+                    in_window = np.diff(window.borders[first : first + len(n) + 1])
+                    whole = np.append(in_window == n[: len(in_window)], False).argmin()
+                    together = max(1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right")))
+                    return together, [window.steps(step, together)]
+            left, at = left - len(part.cells), at + 1
+        return 1, parts
 
     def _start(self) -> bool:
         """Start to read the next window; False if there is none."""

@@ -208,11 +208,7 @@ def by_loops(loops: Loops, kept: Prefixes, genes: np.ndarray, counts: np.ndarray
     table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
     np.log1p(table, out=table)
     n_tokens = kept.cu_seqlens[-1]
-    ids, values, large = (
-        recycled_empty(n_tokens, np.int32),
-        recycled_empty(n_tokens, np.float32),
-        np.empty(n_tokens, int),
-    )
+    ids, values, large = (recycled_empty(n_tokens, dtype) for dtype in (np.int32, np.float32, np.int32))
     large = large[: loops.fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
     values[large] = np.log1p(values[large])
     return ids, values
@@ -234,7 +230,7 @@ def compile_loops() -> Loops | None:
         return None
     types = ("uint16[::1]", "uint32[::1]")
     sums = [f"void({counts}, int64[::1], int64[::1])" for counts in types]
-    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], int32[::1], float32[::1], int64[::1]"
+    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], int32[::1], float32[::1], int32[::1]"
     fills = [f"int64(int32[::1], {counts}, {arrays})" for counts in types]
     return Loops(njit(sums, nogil=True)(_sum_cells), njit(fills, nogil=True)(_fill))
 
