@@ -174,7 +174,7 @@ def print_goals(turns: dict[Key, Turns]) -> None:
         *((("annbatch", f"{rows}, our tokenizer"), CONTINUOUS, 1.4) for rows in ("plain rows", "rank-ordered rows")),
         (plain, RANK, 10),
         (ranked, RANK, 2.5),
-        (plain, RAW, 2),
+        (plain, RAW, 2.5),
         (scdl, CONTINUOUS, 1.5),
         (scdl, RAW, 1.5),
         *((one, gives, 0.85) for gives in (CONTINUOUS, RANK, BINNED, RAW)),
