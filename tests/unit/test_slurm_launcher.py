@@ -572,13 +572,17 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
 
-def test_lines_of_submitit_stay_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)"
+def test_lines_that_say_nothing_stay_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").write_text(
-        f"submitit {said}\nstep 1/10\nsubmitit WARNING (…) - Bypassing signal SIGCONT\nstep 2"
+        "submitit INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)\nstep 1/10\n"
+        "submitit WARNING (…) - Bypassing signal SIGCONT\nsrun: error: node2: task 1: Out Of Memory\n"
+        "torchrun ended with exit code 1\ntorchrun ended with exit code -9\n"
+        "srun: error: node1: task 0: Exited with exit code 1\nsrun: error: node2: task 1: Terminated\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=41.0\nsrun: Force Terminated StepId=41.0\nstep 2"
     )
     Tail(tmp_path / "log").read()
-    assert capsys.readouterr().out == "step 1/10\nstep 2"
+    kept = "srun: error: node2: task 1: Out Of Memory\ntorchrun ended with exit code -9\nstep 2"
+    assert capsys.readouterr().out == f"step 1/10\n{kept}"
 
 
 def test_a_failed_launch_is_forgotten_when_the_job_is_requeued(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ NOT_LAUNCHED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 BEGINS = "Starting with JobEnvironment"  # printed by submitit each time SLURM starts the job
-OF_SUBMITIT = re.compile(r"^submitit (?:INFO|WARNING) .*\n", re.MULTILINE)
+NOT_SHOWN = re.compile(
+    r"^(?:submitit (?:INFO|WARNING) |torchrun ended with exit code \d|srun: .*(?:Terminat|: Exited with )).*\n",
+    re.MULTILINE,
+)
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
 
 
@@ -57,7 +60,7 @@ class Tail:
         self.position += len(new)
         text = new.decode(errors="replace")
         if self.echo:
-            sys.stdout.write(OF_SUBMITIT.sub("", text))
+            sys.stdout.write(NOT_SHOWN.sub("", text))
             sys.stdout.flush()
         for number, part in enumerate(text.split(BEGINS)):
             if number > 0:
