@@ -400,7 +400,7 @@ def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_
 
 def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(tmp_path: Path) -> None:
     stage, slurm = tmp_path / "a.log", tmp_path / "8.log"
-    (tmp_path / "log").write_text(2 * f"    log: {stage}, {slurm} (check log file(s) for error details)\n")
+    (tmp_path / "log").write_text(2 * f"Error in rule embed:\n    log: {stage}, {slurm} (check log file(s) for …)\n")
     slurm.write_text("slurm_script: 4: python: not found\n\n")
     assert reasons_of_failed(str(tmp_path / "log")) == [f"{slurm}: slurm_script: 4: python: not found"]
     stage.write_text("cellmill embed: no cells\nbye\n")

@@ -1,4 +1,4 @@
-"""A training that is stopped under Snakemake, and the same command again."""
+"""A training that is stopped under Snakemake, and the same command again; jobs that SLURM refuses."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.workflow.conftest import Project
 
@@ -81,3 +82,37 @@ def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(pr
     longer = project.ran("--config", "train={lr: 5e-4, steps: 16}", "--", STATUS)
     assert "going on from step 12 of 12, now 16" in longer
     assert json.loads((project.folder / STATUS).read_text())["step"] == 16
+
+
+def test_a_job_of_a_stage_that_sbatch_refuses_is_named_in_the_last_line(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {
+        "sbatch": "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Job violates policy' >&2; exit 1",
+        "squeue": "exit 0",
+        "scontrol": "exit 1",
+        "sinfo": "exit 1",
+    }
+    for name, script in programs.items():
+        path = project.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project.folder / 'bin'}:{os.environ['PATH']}")
+    train = {"launcher": "slurm", "nodes": "1", "nproc_per_node": 1}
+    profile = {"executor": "slurm", "jobs": 4, "retries": 1, "slurm-status-command": "squeue"}
+    profile |= {"default-resources": {"slurm_partition": "cpu", "mem_mb": 1000, "runtime": 5}}
+    profile |= {"slurm-no-account": True, "set-resources": {"train": train}}
+    file = project.folder / "profiles" / "site" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump(profile))
+    log = project.folder / "logs" / "preprocess" / "sim.sim.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("cellmill preprocess: of an earlier run\n")
+    refused = project.snakemake(profile=str(file.parent))
+    assert refused.returncode == 1, refused.stdout
+    assert refused.stdout.splitlines()[-2:] == [
+        "At least one job did not complete successfully.",
+        "cellmill: stage preprocess: sbatch refused the job: QOSMaxSubmitJobPerUserLimit Job violates policy; run the "
+        "same command again once others have ended, or with jobs in the profile below your quota",
+    ]

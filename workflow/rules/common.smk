@@ -1,5 +1,6 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
 # this file again. is_main, elsewhere, executes, is_made, machines, config_files, one_line: undocumented.smk.
+import atexit
 import os
 import re
 import shlex
@@ -73,10 +74,9 @@ def check_named_files():
 
 
 def repeat_reasons(log):
-    """Print why jobs failed below Snakemake's own blocks about them."""
-    if elsewhere():
-        for line in reasons_of_failed(log):
-            print(line, file=sys.stderr, flush=True)
+    """Print why jobs failed as the last lines, below what Snakemake prints about them as it ends."""
+    if elsewhere() and (reasons := reasons_of_failed(log)):
+        atexit.register(print, *reasons, sep="\n", file=sys.stderr)
 
 
 def watch_stages():

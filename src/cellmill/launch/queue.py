@@ -45,6 +45,10 @@ REMEDIES = {
 """By SLURM's reason why a job is pending, a regular expression of which the first counts: what it waits for, or what to
 do."""
 
+QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
+"""sbatch's word for a quota of submitted jobs that is full."""
+QUOTA_REMEDY = "run the same command again once others have ended, or with jobs in the profile below your quota"
+
 
 @dataclass(frozen=True)
 class QueuedJob:
@@ -186,21 +190,30 @@ def waiting_lines(jobs: Sequence[QueuedJob]) -> list[str]:
 
 
 def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
-    """The last line of cellmill in the log of each job that failed, by Snakemake's own log or logs of the workflow.
+    """Why each job failed, by Snakemake's own log or logs of the workflow: the last line of cellmill in the job's log,
+    or sbatch's answer to a job that it refused.
 
     A job of SLURM has two logs, its rule's and SLURM's. Without the rule's it has not begun, and SLURM's ends with why.
     """
     reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
-        text = Path(log).read_text(encoding="utf-8")
-        for names in re.findall(r"^    log: (.+) \(check log file", text, re.MULTILINE):
-            paths = [Path(name) for name in ([names] if Path(names).is_file() else names.split(", "))]
-            found = [path for path in paths if path.is_file()]
-            lines = [(path, line) for path in found for line in path.read_text("utf-8", "replace").splitlines()]
-            said = [line for _, line in lines if line.startswith("cellmill ")]
-            if not said and len(found) < len(paths):
-                said = [f"{path}: {line}" for path, line in lines if line.strip()]
-            reasons |= dict.fromkeys(said[-1:])
+        _, *errors = re.split(r"^Error in rule ", Path(log).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for error in errors:
+            stage = error.partition(":")[0]
+            if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S):
+                said = " ".join(refused[1].replace("sbatch: error: ", "").split())
+                remedy = f"the request is in the profile, set-resources: {stage} or default-resources"
+                remedy = QUOTA_REMEDY if QUOTA.search(said) else remedy
+                reasons[f"cellmill: stage {stage}: sbatch refused the job: {said}; {remedy}"] = None
+                continue  # its rule's log, if there is one, is of an earlier run
+            for names in re.findall(r"^    log: (.+) \(check log file", error, re.MULTILINE):
+                paths = [Path(name) for name in ([names] if Path(names).is_file() else names.split(", "))]
+                found = [path for path in paths if path.is_file()]
+                lines = [(path, line) for path in found for line in path.read_text("utf-8", "replace").splitlines()]
+                said_last = [line for _, line in lines if line.startswith("cellmill ")]
+                if not said_last and len(found) < len(paths):
+                    said_last = [f"{path}: {line}" for path, line in lines if line.strip()]
+                reasons |= dict.fromkeys(said_last[-1:])
     return list(reasons)
 
 

@@ -30,7 +30,7 @@ from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job
 from cellmill.launch.node import NodeTask, run_here, run_task
-from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.queue import QUOTA, Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
 from cellmill.runs.jobs import NO_PROCESS, CommandError, JobRecord, Jobs, error_line
 
@@ -40,7 +40,6 @@ TRANSIENT = re.compile(
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
-QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}  # not named as the option is
 
 
