@@ -37,13 +37,19 @@ class Datasets:
         self.cells = {"one": cells[:200].copy(), "two": cells[200:400].copy()}
 
     def evaluate(
-        self, out: Path, change: Change = lambda two: two, label: str = "cell_type", **options: Any
+        self,
+        out: Path,
+        change: Change = lambda two: two,
+        label: str = "cell_type",
+        one: ad.AnnData | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Entries of the task in metrics.json, by dataset; `change` changes `two`, or gives other cells for it."""
         out.mkdir()
         two = self.cells["two"].copy()
         changed = change(two)
-        cells = {"one": self.cells["one"], "two": changed if isinstance(changed, ad.AnnData) else two}
+        cells = {"one": self.cells["one"] if one is None else one}
+        cells["two"] = changed if isinstance(changed, ad.AnnData) else two
         for name, adata in cells.items():
             adata.write_h5ad(out / f"{name}.h5ad")
         paths = [out / f"{name}.h5ad" for name in cells]
@@ -85,6 +91,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (profiles[0].shape[1], 200, 200)
     assert {name.partition(" + ")[0] for name in _rows(result)} == {
         "embedding",
+        "embedding, full panel",
         "untrained",
         "PCA50 of the training cells",
         "PCA50 of the fitted cells",
@@ -98,6 +105,26 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     assert "transfer" in page
     assert result["sentences"][0] in html.unescape(page)
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
+
+
+def test_the_model_sees_the_shared_genes_alone_and_its_full_panel_is_in_no_verdict(
+    datasets: Datasets, tmp_path: Path
+) -> None:
+    def half(two: ad.AnnData) -> ad.AnnData:
+        return two[:, ::2].copy()
+
+    found = datasets.evaluate(tmp_path / "wide", half)["two"]["transfer"]
+    cut = datasets.evaluate(tmp_path / "cut", half, one=half(datasets.cells["one"]))["two"]["transfer"]
+    rows, narrow = _rows(found), _rows(cut)
+    wide = {name for name in rows if name.startswith("embedding, full panel + ")}
+    assert {rows[name]["kind"] for name in wide} == {"variant"}
+    assert len(wide) == 3
+    assert rows.keys() - narrow.keys() == wide, "with one panel, both are the same"
+    assert {name: rows[name] for name in narrow} == narrow
+    own = "embedding + logistic regression"
+    assert rows[own] != rows[own.replace(" +", ", full panel +")] | {"name": own, "kind": "model"}
+    assert found["sentences"] == cut["sentences"]
+    assert {line["compared"] for line in found["differences"]} == {name for name in rows if "embedding" in name}
 
 
 @pytest.mark.full

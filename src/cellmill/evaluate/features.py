@@ -31,8 +31,8 @@ from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, TaskResult
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
+OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has, and beginnings of the names of others
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
-OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has
 ROW_BLOCK = 4096  # cells read at once
 MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
 
@@ -117,7 +117,7 @@ def fit_all(
     """
     return {
         f"{kind} + {name}": CachedClassifier(
-            baselines.of_model if kind in OF_THE_MODEL else baselines.known, classifier, values, labels
+            baselines.of_model if kind.startswith(OF_THE_MODEL) else baselines.known, classifier, values, labels
         )
         for kind, values in features.items()
         for name, classifier in classifiers(min(neighbors, len(labels))).items()

@@ -127,11 +127,12 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
     column = gate.column or result["metric"]
     if column is None:
         raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
-    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model and row.get("kind") != "external"]
+    neither = ("external", "variant")
+    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model and row.get("kind") not in neither]
     if not model:
         rows = [row for row in rows if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")]
         if not rows:
-            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") not in ("model", "external"))
+            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") not in ("model", *neither))
             raise ConfigError(f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}")
     key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
     known = [
@@ -146,6 +147,8 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
 
 
 EMBEDDING = "embedding"  # name of the model's features
+FULL_PANEL = f"{EMBEDDING}, full panel"  # of a dataset's own genes, where the other features have the shared ones
+VARIANTS = (FULL_PANEL,)  # features beside the model's own: in no verdict against the best baseline
 UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
 EXTERNAL = "external: "  # beginning of the names of features by models of other packages: neither model nor baseline
 
@@ -226,7 +229,9 @@ def is_own(name: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """Kind of a method's row: model, external or baseline."""
+    """Kind of a method's row: model, variant, external or baseline."""
+    if name.startswith(VARIANTS):
+        return "variant"
     return "model" if is_own(name) else "external" if name.startswith(EXTERNAL) else "baseline"
 
 

@@ -258,7 +258,7 @@ class Context:
     datasets: EvaluatedDatasets | None = None
     """All datasets of the evaluation, this one among them, for tasks that need several."""
 
-    @property
+    @cached_property
     def columns(self) -> GeneColumns:
         """Genes of the model in the dataset."""
         return match_columns(self.reader, self.model.vocabulary)
@@ -286,7 +286,7 @@ class TaskResult:
     """Result of a task on one dataset: plain numbers, text, lists and mappings; None for a missing number, not NaN."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Table: `name`, optionally `kind` ("model", "baseline", "external" or "ceiling"), then one key per column.
+    """Table: `name`, optionally `kind` ("model", "variant", "baseline", "external", "ceiling"), then a key per column.
     `x_mean` and `x_sd` are shown as one column `x`; lists are kept in metrics.json and not shown."""
     metric: str | None = None
     """Column that ranks the rows, higher is better: drawn, and compared between runs."""
@@ -334,7 +334,7 @@ def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     """Return the result with `supervised` behind the name of the model in rows, verdicts and differences."""
     if supervised is None:
         return result
-    others = {row["name"] for row in result.rows if row.get("kind") != "model"}
+    others = {row["name"] for row in result.rows if row.get("kind") not in ("model", "variant")}
 
     def named(name: str) -> str:
         return name if name in others else supervised_name(name, supervised)

@@ -55,7 +55,7 @@ class TaskTable:
 
     def points(self) -> list[Point]:
         """A point for each row, but for ceilings; none where no metric ranks the rows."""
-        kinds = {"baseline": "baseline", "external": "external"}
+        kinds = {kind: kind for kind in ("baseline", "external", "variant")}
         return [
             Point(row["name"], row[key], row.get(sd_key or "", 0.0), kinds.get(row.get("kind", ""), "model"))
             for heading, key, sd_key in self.columns

@@ -1,8 +1,9 @@
 """Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another (docs/evaluation.md).
 
 They are fitted on all labelled cells of `fit_on`, and tested on the scored cells of each other dataset, without those
-that equal a fitted cell in all shared genes. Baselines use the genes that all these datasets have, by the model's names
-where it knows them. Scales, components and classifiers are fitted without the tested cells.
+that equal a fitted cell in all shared genes. All features, the embedding too, see only the genes that all these
+datasets have, by the model's names where it knows them. A further row has the embedding of each dataset's own genes, if
+there are more. Scales, components and classifiers are fitted without the tested cells.
 
 Accuracy and F1 cover cells whose label is among the fitted ones. Where labels are ids of the Cell Ontology, nearness
 and steps (`cellmill.data.genes.tables`) compare a predicted id with the true one, for cells of other labels too
@@ -23,11 +24,21 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import choose_cells, embed_counts, fit_all, predict_all, read_rows, small_problems
+from cellmill.evaluate.features import choose_cells, fit_all, predict_all, read_rows, small_problems
 from cellmill.evaluate.predict import tally
-from cellmill.evaluate.scores import EMBEDDING, NOT_TESTED, UNTRAINED, Predictions, ScoreColumn, table_rows
+from cellmill.evaluate.scores import (
+    EMBEDDING,
+    FULL_PANEL,
+    NOT_TESTED,
+    UNTRAINED,
+    Predictions,
+    ScoreColumn,
+    table_rows,
+)
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import MAJORITY, METRICS, majority
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
+from cellmill.models.family import Model
 
 ALL_SHARED = "all shared genes"
 OF_FITTED = f"PCA{COMPONENTS} of the fitted cells"
@@ -41,43 +52,48 @@ class CellGroup:
 
     path: str
     column: str  # obs column of the labels
+    context: Context  # of the dataset; its file may be closed
     names: list[str]  # of each gene: as the model calls it, else as the file does; empty for no gene
     left_out: dict[str, int]  # numbers of the cells that are not in it
-    counts: sp.csr_matrix  # `(cells, genes)`
+    counts: sp.csr_matrix  # `(cells, genes of the file)`
     labels: np.ndarray  # class of each cell; text
-    embedding: np.ndarray
-    untrained: np.ndarray
+    embedding: np.ndarray  # of all genes of the file
 
     @classmethod
     def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
-        counts, columns = read_rows(reader, cells), context.columns
+        columns = context.columns
         return cls(
             path=str(reader.path),
             column=str(label.name),
+            context=context,
             names=[
                 known[row] if row >= 0 else name if measured else ""
                 for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
             ],
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
-            counts=summed(counts) if columns.ordered else counts,
+            counts=read_rows(reader, cells),
             labels=chosen.labels,
             embedding=context.vectors[cells],
-            untrained=embed_counts(context, counts, context.model.untrained),
         )
 
     def without(self, cells: np.ndarray) -> Self:
         """The group without the cells of mask `cells`."""
-        of_cells = ("counts", "labels", "embedding", "untrained")
+        of_cells = ("counts", "labels", "embedding")
         return replace(self, **{name: getattr(self, name)[np.flatnonzero(~cells)] for name in of_cells})
 
     def over(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: at for at, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
-        return select_columns(self.counts, target, len(genes))
+        counts = summed(self.counts) if self.context.columns.ordered else self.counts
+        return select_columns(counts, target, len(genes))
+
+    def hiding(self, genes: np.ndarray) -> HiddenGenes:
+        """The cells without `genes`, rows of the vocabulary."""
+        return HiddenGenes(self.context, self.counts, genes)
 
 
 def shared_genes(groups: list[CellGroup]) -> list[str]:
@@ -105,14 +121,22 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Features by name, `(cells, width)`, of fitted and of tested cells; baselines from the counts of `genes`."""
+    """Features by name, `(cells, width)`, of fitted and of tested cells, from the counts of `genes`."""
     counts = sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
     profiles = log_normalise(counts[0]), log_normalise(counts[1])
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
     known = [log_normalise(select_columns(part, rows, model.vocabulary.n_genes)) for part in counts]
-    both: dict[str, Any] = {
-        EMBEDDING: (np.concatenate([group.embedding for group in fitted]), tested.embedding),
-        UNTRAINED: (np.concatenate([group.untrained for group in fitted]), tested.untrained),
+    hidden = np.setdiff1d(np.arange(model.vocabulary.n_genes), rows)
+
+    def embedded(network: Model) -> tuple[np.ndarray, np.ndarray]:
+        parts = [group.hiding(hidden).embedded(network) for group in (*fitted, tested)]
+        return np.concatenate(parts[:-1]), parts[-1]
+
+    whole = np.concatenate([group.embedding for group in fitted]), tested.embedding
+    more = np.isin(hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])).any()
+    both: dict[str, Any] = {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
+    both |= {
+        UNTRAINED: embedded(model.untrained),
         f"PCA{COMPONENTS} of the training cells": [model.components.transform(part) for part in known],
     }
     if min(profiles[0].shape) > 1:
