@@ -15,6 +15,7 @@ TINY = {
     "checkpoint.py write": "write --saves 1 --layers 1 --hidden 96",
     "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
     "demo.py": "--repeats 1 --until shard",
+    "embed.py": "--cells 300 --detected 100 --repeats 1",
     "gpu.py": "--toy",
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
     "million.py": "--cells 400 --files 2 --detected 600",

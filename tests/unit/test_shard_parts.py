@@ -59,6 +59,25 @@ def test_shards_are_those_of_the_first_version(tmp_path: Path) -> None:
         assert made.fingerprint == FINGERPRINTS[seed]
 
 
+@pytest.mark.parametrize("gap", [0, 40, 1 << 13])
+def test_shards_are_the_same_however_many_rows_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: int
+) -> None:
+    monkeypatch.setattr(shard_writer, "_MOST_GAP", gap)
+    paths, _, ids = two_datasets(tmp_path)
+    assert write_shards(paths, vocabulary_of(ids), OPTIONS, tmp_path / "manifest.json").fingerprint == FINGERPRINTS[3]
+
+
+def test_counts_of_files_of_16_and_of_32_bits_are_joined(tmp_path: Path) -> None:
+    counts = {"a": random_counts(150, 30), "b": random_counts(90, 30, largest=70_000)}
+    paths = [write_dataset(tmp_path / f"{name}.h5ad", made, genes_named(30)) for name, made in counts.items()]
+    made = write_shards(paths, vocabulary_of(genes_named(30)), OPTIONS, tmp_path / "shards" / "manifest.json")
+    shards = [ad.read_h5ad(made.shard_path(shard)) for entry in made.splits.values() for shard in entry.shards]
+    for name, wanted in counts.items():
+        got = np.concatenate([shard[shard.obs["dataset"] == name].X.toarray() for shard in shards])
+        assert sorted(map(bytes, got.astype(np.int64))) == sorted(map(bytes, wanted.toarray().astype(np.int64)))
+
+
 def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, _, ids = two_datasets(tmp_path)
     genes = tmp_path / "vocabulary.tsv"

@@ -305,13 +305,22 @@ def plainly(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> np.nd
     return np.array(sorted(range(len(genes)), key=lambda i: (-key[i], genes[i])), dtype=int)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_the_rank_order_equals_a_plain_sort_for_any_input_order(dtype: type) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "n_genes", "factor"),
+    [
+        (np.uint16, 5000, 1),
+        (np.uint32, 5000, 1),
+        (np.int64, 1 << 16, 3000),
+        (np.int64, 70_000, 1),
+        (np.uint32, 9, 9999),
+    ],
+)
+def test_the_rank_order_equals_a_plain_sort_for_any_input_order(dtype: type, n_genes: int, factor: int) -> None:
     rng = np.random.default_rng(0)
-    inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], 5000))  # few values: many ties
+    inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], n_genes))  # few values: many ties
     for size in (0, 1, 2, 700):
-        genes = rng.choice(5000, size, replace=False).astype(np.int32)
-        counts = rng.integers(1, 20, size).astype(dtype)
+        genes = rng.choice(n_genes, min(size, n_genes), replace=False).astype(np.int32)
+        counts = (factor * rng.integers(1, 20, len(genes))).astype(dtype)
         place = plainly(genes, counts, inverse)
         ordered, moved = rank_order(genes, counts, inverse)
         assert ordered.dtype == np.int32

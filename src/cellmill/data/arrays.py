@@ -32,7 +32,9 @@ def select_columns(
 ) -> sp.csr_matrix:
     """Canonical `block` with column j moved to `target[j]` (int32) and columns of one target, which `what` names,
     summed; -1 drops a column."""
-    columns = target[block.indices]
+    if len(target) == n_columns and block.has_canonical_format and (target == np.arange(n_columns)).all():
+        return block
+    columns = target.take(block.indices)  # a third of the time of target[block.indices]
     keep = columns >= 0 if (target < 0).any() else None
     if keep is None or keep.all():
         indptr, data = block.indptr, block.data
@@ -77,9 +79,9 @@ def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
     packed |= block.data
     for start, stop in pairwise(block.indptr.tolist()):
         packed[start:stop].sort()
-    columns = (packed >> word(bits)).astype(np.int32)
+    columns = (packed >> word(bits)).astype(np.int32, copy=False)
     packed &= word((1 << bits) - 1)
-    return sp.csr_matrix((packed.astype(block.data.dtype), columns, block.indptr), shape=block.shape)
+    return sp.csr_matrix((packed.astype(block.data.dtype, copy=False), columns, block.indptr), shape=block.shape)
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
@@ -138,6 +140,9 @@ def rank_buckets(places: np.ndarray) -> np.ndarray:
     return np.frexp(places + 1)[1] - 1
 
 
+_RANKED = 128  # cells at a time, whose numbers fit into a core's cache
+
+
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -147,13 +152,22 @@ def rank_order_rows(
     are in any order within a cell, each gene at most once, at most 2**32 in all.
     """
     genes, counts = _by_gene(starts, genes.astype(np.int32, copy=False), counts)
-    key = counts.astype(np.float32) * inverse_median[genes]
-    packed = (~key.view(np.uint32)).astype(np.uint64) << np.uint64(32)
-    packed |= np.arange(len(genes), dtype=np.uint64)
-    for start, stop in pairwise(starts.tolist()):
-        packed[start:stop].sort()
-    order = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
-    return genes[order], counts[order]
+    ranked, ranked_counts, edges = np.empty_like(genes), np.empty_like(counts), starts.tolist()
+    for first in range(0, len(edges) - 1, _RANKED):
+        own = edges[first : first + _RANKED + 1]
+        part = slice(own[0], own[-1])
+        key = counts[part].astype(np.float32)
+        key *= inverse_median.take(genes[part])
+        packed = (~key.view(np.uint32)).astype(np.uint64)
+        packed <<= np.uint64(32)
+        packed |= np.arange(len(packed), dtype=np.uint64)
+        for start, stop in pairwise(own):
+            packed[start - own[0] : stop - own[0]].sort()
+        packed &= np.uint64(0xFFFFFFFF)
+        order = packed.view(np.int64)
+        genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
+        counts[part].take(order, out=ranked_counts[part], mode="clip")
+    return ranked, ranked_counts
 
 
 def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,8 @@ from cellmill.errors import DataError
 from cellmill.files import progress
 
 _BLOCK = 1024  # cells
+_PIECE = 1 << 16  # values at a time, and genes: those whose numbers fit into a core's cache
+_GENES = 256
 _PARTS = 1000  # of the quantiles of a corpus
 
 # bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell with one gene)
@@ -48,22 +50,31 @@ class Medians:
 
     def add(self, genes: np.ndarray, values: np.ndarray) -> None:
         """Add values, `(n,)`, each of the gene (row, int) at the same position of `genes`."""
-        bins = ((np.log(values) - _LOW) * (1 / _WIDTH)).astype(np.int64)
-        np.clip(bins, 0, _BINS - 1, out=bins)
-        bins += np.multiply(genes, _BINS, dtype=np.int64)
-        np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
+        for first in range(0, len(values), _PIECE):
+            logs = np.log(values[first : first + _PIECE])
+            logs -= _LOW
+            logs *= 1 / _WIDTH
+            bins = logs.astype(np.int64)
+            np.clip(bins, 0, _BINS - 1, out=bins)
+            bins += np.multiply(genes[first : first + _PIECE], _BINS, dtype=np.int64)
+            np.add.at(self._bins.reshape(-1), bins, np.uint32(1))
 
     def counts(self) -> np.ndarray:
         """Number of values of each gene, int64."""
         return self._bins.sum(axis=1, dtype=np.int64)
 
-    def medians(self) -> np.ndarray:
-        """Median of each gene, float32; for an even number of values the mean of the two in the middle."""
-        result = np.empty(len(self._bins), np.float32)
-        for gene, bins in enumerate(self._bins):
-            total = np.cumsum(bins, dtype=np.int64)
-            middle = np.searchsorted(total, [(total[-1] + 1) // 2, total[-1] // 2 + 1])
-            result[gene] = np.exp(_LOW + (middle + 0.5) * _WIDTH).mean()
+    def medians(self, rows: np.ndarray) -> np.ndarray:
+        """Median of each of the genes `rows`, which have values, float32; of an even number the mean of the two in the
+        middle."""
+        result = np.empty(len(rows), np.float32)
+        for first in range(0, len(rows), _GENES):
+            bins = self._bins[rows[first : first + _GENES]]
+            total = np.cumsum(bins, dtype=np.int64)  # over all of these genes: one search finds the middle of each
+            ends = total[_BINS - 1 :: _BINS]
+            starts = np.concatenate([[0], ends[:-1]])
+            n = ends - starts
+            middle = np.searchsorted(total, np.stack([starts + (n + 1) // 2, starts + n // 2 + 1], axis=1)) % _BINS
+            result[first : first + _GENES] = np.exp(_LOW + (middle + 0.5) * _WIDTH).mean(axis=1)
         return result
 
     def quantiles(self, rows: np.ndarray) -> np.ndarray:
@@ -114,7 +125,7 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
     ranks = np.argsort(by_score(scores)).astype(np.int32) if options.variability else None
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians()[keep], fitted, ranks)
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians(keep), fitted, ranks)
 
 
 def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
@@ -122,9 +133,9 @@ def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray
     rows = {gene: row for row, gene in enumerate(gene_ids)}
     for path in progress(paths, "vocabulary", len(paths), "files"):
         with open_counts(path) as reader:
-            row_of_column = np.array([rows[gene] for gene in reader.var_names])
+            row_of_column = np.array([rows[gene] for gene in reader.var_names], np.int32)
             for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
-                yield row_of_column[block.indices], block
+                yield row_of_column.take(block.indices), block
 
 
 def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, moments: Moments) -> np.ndarray:

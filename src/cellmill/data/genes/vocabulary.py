@@ -132,17 +132,19 @@ class Vocabulary:
     @cached_property
     def _text(self) -> str:
         rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
-        for row, (gene, symbol, count) in enumerate(zip(self.gene_ids, self.symbols, self.n_cells)):
-            rows.append((str(row + len(SPECIAL)), gene, symbol, str(int(count)), _text_of(self.medians[row])))
+        columns = self.gene_ids, self.symbols, map(str, self.n_cells.tolist()), _texts_of(self.medians)
+        rows += [(str(row), *fields) for row, fields in enumerate(zip(*columns), len(SPECIAL))]
         if self.variability is not None:
             rows.append((VARIABILITY, *map(str, self.variability.tolist())))
         if self.quantiles is not None:
-            rows.append((QUANTILES, *map(_text_of, self.quantiles)))
+            rows.append((QUANTILES, *_texts_of(self.quantiles)))
         return "".join("\t".join(row) + "\n" for row in rows)
 
 
-def _text_of(number: np.float32) -> str:
-    return np.format_float_positional(number, unique=True, trim="-")
+def _texts_of(numbers: np.ndarray) -> list[str]:
+    """The shortest decimals that are `numbers`, float32, without an exponent."""
+    texts = [text.removesuffix(".0") for text in numbers.astype(str).tolist()]
+    return [np.format_float_positional(n, unique=True, trim="-") if "e" in t else t for t, n in zip(texts, numbers)]
 
 
 def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:

@@ -63,6 +63,7 @@ class RowSpill:
             yield sp.csr_matrix((counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns))
 
 
+_BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
@@ -130,8 +131,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         if gene:
             carriers.setdefault(gene, []).append(i)
     gene_ids, target = sorted(carriers), np.full(reader.n_vars, -1, np.int32)
-    for number, gene in enumerate(gene_ids):
-        target[rows[carriers[gene]]] = number
+    numbers = {gene: number for number, gene in enumerate(gene_ids)}
+    target[rows] = [numbers.get(gene, -1) for gene in mapped.gene_ids]
     first = [carriers[gene][0] for gene in gene_ids]
     return Genes(
         gene_ids=gene_ids,
@@ -187,7 +188,8 @@ class _Cells:
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
     largest: int  # largest count of a kept cell
-    column_sums: np.ndarray  # counts of each var row, of all cells; float64, exact below 2^53
+    unnamed_sums: np.ndarray  # counts of all cells on each of `Genes.unnamed`; float64, exact below 2^53
+    total: float  # counts of all cells on genes, named or not
 
     def tally(self) -> dict[str, int]:
         """Number of dropped cells by reason."""
@@ -198,29 +200,34 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
     """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
     n_genes, n_counts, detected = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(size, np.int64)
-    cells = _Cells(n_genes, n_counts, np.zeros(n), np.full(n, -1, np.int8), detected, 0, np.zeros(reader.n_vars))
-    first = 0
-    for raw in progress(reader.rows(options.row_block), f"preprocess {reader.path.stem}", n):
+    mito_frac, reason, left_out = np.zeros(n), np.full(n, -1, np.int8), np.zeros(reader.n_vars)
+    largest, first, is_left_out = 0, 0, genes.target < 0
+    for raw in progress(reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         rows = slice(first, first + block.shape[0])
-        cells.column_sums += np.bincount(raw.indices, weights=raw.data, minlength=reader.n_vars)
-        cells.n_genes[rows], cells.n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
-        mito_counts = row_sums(block.data * genes.is_mito[block.indices], block.indptr)
-        cells.mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
+        if is_left_out.any():
+            entries = np.flatnonzero(is_left_out.take(raw.indices))
+            left_out += np.bincount(raw.indices[entries], weights=raw.data[entries], minlength=reader.n_vars)
+        n_genes[rows], n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
+        entries = np.flatnonzero(genes.is_mito.take(block.indices))
+        cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
+        mito_counts = np.bincount(cell_of_entry, weights=block.data[entries], minlength=block.shape[0])
+        mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
         checks = (
             ~keep[rows],
             n_counts[rows] == 0,
             n_genes[rows] < options.min_genes,
             n_counts[rows] < options.min_counts,
-            cells.mito_frac[rows] > options.max_mito_frac,
+            mito_frac[rows] > options.max_mito_frac,
         )
-        cells.reason[rows] = np.select(checks, np.arange(len(checks)), -1)
-        block = select_rows(block, cells.reason[rows] < 0)
-        cells.detected += np.bincount(block.indices, minlength=size)
-        cells.largest = max(cells.largest, int(block.data.max(initial=0)))
+        reason[rows] = np.select(checks, np.arange(len(checks)), -1)
+        block = select_rows(block, reason[rows] < 0)
+        detected += np.bincount(block.indices, minlength=size)
+        largest = max(largest, int(block.data.max(initial=0)))
         passing.add(block)
         first += raw.shape[0]
-    return cells
+    total = float(n_counts.sum() + left_out[genes.rows].sum())
+    return _Cells(n_genes, n_counts, mito_frac, reason, detected, largest, left_out[genes.unnamed], total)
 
 
 def _kept_rows(spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
@@ -261,7 +268,7 @@ def _report(
     measures = {name: values[unfiltered] for name, values in measures.items()}
     kept = cells.reason[unfiltered] < 0
     coverage = genes.coverage
-    lost, total = cells.column_sums[genes.unnamed], float(cells.column_sums[genes.rows].sum())
+    lost, total = cells.unnamed_sums, cells.total
     most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": cells.tally()},

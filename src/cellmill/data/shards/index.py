@@ -137,8 +137,8 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
         lengths = np.diff(starts[first : first + _HASHED + 1])
         nonzeros = slice(starts[first], starts[first] + lengths.sum())
         of_counts = counts[nonzeros]
-        pairs = gene_hashes[genes[nonzeros]]
-        pairs ^= _SMALL_COUNTS[of_counts] if small else splitmix64(of_counts.astype(np.uint64))
+        pairs = gene_hashes.take(genes[nonzeros])
+        pairs ^= _SMALL_COUNTS.take(of_counts) if small else splitmix64(of_counts.astype(np.uint64))
         _mix(pairs)
         filled = np.flatnonzero(lengths)
         at = (starts[cells] - starts[first])[filled]

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -23,11 +24,12 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
 from cellmill.data.shards.manifest import Manifest, ShardEntry, ShardVocabulary, SplitEntry, fingerprint_of, stamp
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, read_gene_ids
+from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, places, read_gene_ids
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, progress, read_json, remove_incomplete, sha256_file, write_json
 
 _READ_THREADS = 4
+_MOST_GAP = 1 << 13  # values between two rows that are read with them: one more call would cost as much
 _FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels|numbers)\.npy)")
 
 
@@ -142,8 +144,8 @@ class _Writer:
 
         def blocks() -> Iterator[sp.csr_matrix]:
             for block in self._ordered_blocks(cells):
-                for array in (block.indptr.astype("<i8"), block.indices.astype("<i4"), block.data.astype("<u4")):
-                    content.update(array.tobytes())
+                for array, kind in ((block.indptr, "<i8"), (block.indices, "<i4"), (block.data, "<u4")):
+                    content.update(array.astype(kind, copy=False).data)
                 yield block
 
         with atomic_path(path) as temporary:
@@ -171,13 +173,16 @@ class _Writer:
         own order."""
         ordered = self._plan.ordered
         starts, columns, counts = _gather(cells, self._sources)
+        first_column = np.cumsum([0, *(source.n_vars for source in self._sources)])[cells["dataset"]]
         for first in range(0, len(cells), BLOCK):
             edges = starts[first : first + BLOCK + 1]
             nonzeros = slice(edges[0], edges[-1])
             shape = (len(edges) - 1, len(self._target))
+            if len(self._sources) > 1:
+                columns[nonzeros] += np.repeat(first_column[first : first + BLOCK], np.diff(edges))
             block = sp.csr_matrix((counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape)
             block = select_genes(block, self._target, self._n_genes, ordered)
-            if not ordered:
+            if not ordered and not block.data.all():
                 block.eliminate_zeros()
             if (np.diff(block.indptr) != cells["nnz"][first : first + BLOCK]).any():
                 raise DataError(
@@ -199,30 +204,42 @@ def _narrow_indptr(path: Path) -> None:
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of `cells` from their files: starts (int64), columns and counts (uint32). Columns (int32) count through all
-    files: those of file i follow those of file i - 1."""
+    """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest dtype)."""
     dataset, rows = np.ascontiguousarray(cells["dataset"]), np.ascontiguousarray(cells["row"])
+    numbers = np.unique(dataset).tolist()
     lengths = np.zeros(len(cells), np.int64)
-    for number in np.unique(dataset).tolist():
+    for number in numbers:
         own, indptr = dataset == number, sources[number].indptr
         lengths[own] = indptr[rows[own] + 1] - indptr[rows[own]]
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    first_column = np.cumsum([0, *(source.n_vars for source in sources)])
-    columns, counts = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.uint32)
+    columns = np.empty(starts[-1], np.int32)
+    counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in numbers)))
 
     def read(task: tuple[int, np.ndarray]) -> None:
         number, chosen = task
-        source, row = sources[number], rows[chosen]
-        for run in np.split(chosen, np.flatnonzero(np.diff(row) != 1) + 1):
-            start, stop = int(source.indptr[rows[run[0]]]), int(source.indptr[rows[run[-1]] + 1])
-            genes, of_genes = source.read_genes(start, stop), source.read_counts(start, stop)
-            for cell, last in zip(run, np.cumsum(lengths[run])):
-                target, stored = slice(starts[cell], starts[cell + 1]), slice(last - lengths[cell], last)
-                columns[target] = genes[stored] + first_column[number]
-                counts[target] = of_genes[stored]
+        source, first = sources[number], sources[number].indptr[rows[chosen]]
+        last, targets = first + lengths[chosen], starts[chosen]
+        gaps = first[1:] - last[:-1]
+        edges = [0, *(np.flatnonzero(gaps > _MOST_GAP) + 1).tolist(), len(chosen)]
+        contiguous = all(isinstance(stored, Contiguous) for stored in (source.genes, source.counts))
+        if contiguous and source.dtype == counts.dtype:
+            skipped, tables = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)], []
+            for into, between in zip((columns, counts), skipped):
+                table = np.empty((2 * len(chosen), 2), np.uint64)  # each row, then what lies before the next one
+                table[::2] = places(into, targets, lengths[chosen])
+                table[1:-1:2] = places(between, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
+                tables.append(table)
+            for low, high in pairwise(edges):
+                source.scatter(int(first[low]), *(table[2 * low : 2 * high - 1] for table in tables))
+            return
+        for low, high in pairwise(edges):
+            start, stop = int(first[low]), int(last[high - 1])
+            for into, stored in ((columns, source.read_genes(start, stop)), (counts, source.read_counts(start, stop))):
+                for target, at, end in zip(*(array[low:high].tolist() for array in (targets, first, last))):
+                    into[target : target + end - at] = stored[at - start : end - start]
 
     tasks = []
-    for number in np.unique(dataset).tolist():
+    for number in numbers:
         chosen = np.flatnonzero(dataset == number)
         chosen = chosen[np.argsort(rows[chosen])]  # in disk order, for read-ahead
         tasks += [(number, chosen[first : first + BLOCK]) for first in range(0, len(chosen), BLOCK)]
