@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from cellmill.config.machine import Machine
 from cellmill.launch.job import Job, agent_environment, wait_for
-from cellmill.launch.node import NodeTask, StepNode
+from cellmill.launch.node import NodeTask, StepNode, lacking_interface
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 from cellmill.launch.signals import requests
@@ -80,6 +81,21 @@ def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> No
     assert first.returncode == 1, printed
     assert task.error.read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
     assert "Traceback" not in printed
+
+
+def test_a_node_without_the_interface_says_which_it_has_and_starts_nothing(tmp_path: Path) -> None:
+    task = NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "ib9", str(tmp_path))
+    task.write()
+    printed, _ = (node := start(tmp_path, 0, nodes=1)).communicate(timeout=500)
+    assert node.returncode == 1, printed
+    here = ", ".join(name for _, name in socket.if_nameindex())
+    line = f"{socket.gethostname()} has no ib9: it has {here}; change interface in the profile"
+    assert (task.error.read_text(), printed) == (line, f"{line}\n")
+
+
+@pytest.mark.parametrize("wanted", ["", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"])
+def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion(wanted: str) -> None:
+    assert lacking_interface(wanted, ["lo", "eth0"]) == ""
 
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:

@@ -582,7 +582,6 @@ def test_what_differs_on_a_node_changes_one_line(changes: dict[str, Any], line: 
          f"install a build with CUDA, or {KEYS} modules or container with one"),
         ({"gpus": []}, {"gpus_per_node": ""},
          "ok  GPUs: none requested and none visible: processes compute on CPU cores"),
-        ({}, {"interface": "ib1"}, f"no  interface: n1 has no ib1: it has eth0, ib0, lo; {KEYS} interface"),
     ],
     ids=str,
 )  # fmt: skip
@@ -590,11 +589,6 @@ def test_a_node_is_compared_with_this_machine_and_its_profile(
     changes: dict[str, Any], machine: dict[str, Any], line: str
 ) -> None:
     assert [each for each in judge(node(**changes), **machine) if each.startswith(line)]
-
-
-def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion() -> None:
-    for fine in ("", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"):
-        assert not [line for line in judge(node(), interface=fine) if "interface" in line]
 
 
 def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:

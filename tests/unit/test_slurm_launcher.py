@@ -254,12 +254,14 @@ IMPORTS = ("ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: N
         *(({}, f"Traceback (most recent call last):\n{line}\nsrun: error: node1: task 0: Exited with code 1\n",
            ["FAILED"], f"{line}; check modules, setup and container in the profile (job 7, log: LOG)")
           for line in IMPORTS),
+        ({}, "srun: unrecognized option '--nonsense=3'\nTry \"srun --help\" for more information\n", ["FAILED"],
+         "srun: unrecognized option '--nonsense=3'; change srun_options in the profile (job 7, log: LOG)"),
         ({"modules": "cuda/99"}, "", ["RUNNING", "FAILED"],
          "`module load cuda/99` failed on node1; change modules in the profile (job 7, log: LOG)"),
         # which sacct says, when squeue has forgotten the job
         ({}, "", ["CANCELLED by 0"], "job 7 was cancelled by somebody else; run the same command to resume"),
     ],
-    ids=["short limit", "no module", "no module of Python", "modules", "cancelled"],
+    ids=["short limit", "no module", "no module of Python", "srun", "modules", "cancelled"],
 )  # fmt: skip
 def test_an_end_that_another_job_would_not_mend_is_the_error_of_one_job(
     scripted: Scripted, machine: dict[str, Any], log: str, states: list[str], error: str

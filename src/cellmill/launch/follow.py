@@ -39,6 +39,7 @@ class Tail:
     OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"  # the kernel killed a process for memory, says SLURM
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
     FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"  # before srun
+    SRUN_OPTIONS = r"^(srun: (?:unrecognized|invalid|unknown) option.*|srun: option .* requires an argument.*)$"
     FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
     KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # of the agent that saw it
     TO_SAVE = "^(SIGUSR2: saving)$"  # SLURM announced the end of the job, as it does before the time limit

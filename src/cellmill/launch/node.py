@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ class NodeTask:
         """Run this node's agent, and restart it as allowed.
 
         The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
-        process of another node could join, and NodeFailed if the agent failed.
+        process of another node could join, and NodeFailed if the agent failed or the node lacks the interface.
         """
         stop, attempt = Forwarder(), None
         with ExitStack() as at_end:
@@ -114,6 +114,10 @@ class NodeTask:
                 for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE))):  # of an earlier attempt
                     line.unlink(missing_ok=True)
                 attempt = Attempt(self, node, own)
+            if lacks := lacking_interface(self.interface, [name for _, name in socket.if_nameindex()]):
+                reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
+                write_text(self.error, reason)
+                raise NodeFailed(reason)
             kills_before, restarts = oom_kills(), Restarts(self.job(node))
             code = self.run_agent(node, 0, stop, attempt)
             while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
@@ -217,6 +221,14 @@ class Attempt:
     def note(self, **changes: float) -> None:
         self.value |= {"seen_at": time.time()} | changes
         write_if_room(self.path, self.value)
+
+
+def lacking_interface(wanted: str, here: Sequence[str]) -> str:
+    """The interface that a node lacks and the ones it has; empty if one fits. As NCCL reads it, `wanted` is a list of
+    prefixes, or exact after `=`, or with `^` names to leave out."""
+    prefixes = tuple(wanted.lstrip("=").split(","))
+    fits = not wanted or wanted.startswith("^") or any(name.startswith(prefixes) for name in here)
+    return "" if fits else f"no {wanted}: it has {', '.join(here)}"
 
 
 def requeues() -> int:

@@ -260,4 +260,6 @@ class SlurmLauncher:
             return f"job {ended.job_id} ended with FAILED: {first}"
         if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
+        if refused := log.last(Tail.SRUN_OPTIONS):
+            raise UserError(f"{refused}; change srun_options in the profile {where}")
         return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"

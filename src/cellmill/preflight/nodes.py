@@ -81,13 +81,6 @@ def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], toke
     yield judge_gpus(machine, device, nodes)
     if machine.launcher != "local":
         yield from judge_clocks(nodes)
-    # NCCL and Gloo take prefixes of names, separated by commas
-    name, prefixes = machine.interface, tuple(machine.interface.lstrip("=").split(","))
-    for node in nodes:
-        if name and not name.startswith("^") and not any(each.startswith(prefixes) for each in node["interfaces"]):
-            have = ", ".join(node["interfaces"])
-            yield no("interface", f"{node['host']} has no {name}: it has {have}", f"{TRAIN} interface")
-            return
 
 
 def judge_disk(nodes: list[dict[str, Any]]) -> Check:
