@@ -164,7 +164,7 @@ def difference(dataset: str, model: str, runs: list[Tasks], column: str) -> str:
     if not values:
         return f"| {dataset} | {model} | {column} | | | | |"
     ranked = sorted(values, key=lambda name: -values[name].mean())
-    own = next(name for name in ranked if name.startswith("embedding"))
+    own = next(name for name in ranked if name.startswith("embedding + "))
     other = next(name for name in ranked if not name.startswith("embedding"))
     mean, low, high = interval(values[own] - values[other], [cells_part(run, column, own, other) for run in runs])
     outcome = "ahead" if low > 0 else "behind" if high < 0 else "level"

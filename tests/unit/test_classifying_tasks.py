@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import PCA
 from sklearn.dummy import DummyClassifier
 from sklearn.metrics import confusion_matrix, f1_score
@@ -82,17 +83,22 @@ def _columns(predictions: Predictions) -> list[ScoreColumn]:
 
 def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed() -> None:
     embedding, noise, genes, labels = _problem()
+    given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
     features = {"embedding": embedding, "untrained": noise, "all genes": genes}
+    features["PCA50 of the training cells"] = given
     predictions = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
     rows = {row["name"]: row for row in table_rows(_columns(predictions))}
     pca = PCA(5, svd_solver="arpack", random_state=0)
     dense, sparse = StandardScaler(), StandardScaler(with_mean=False)
     expected = {"majority": (DummyClassifier(strategy="most_frequent"), embedding)}
+    standardised = ColumnTransformer([("embedding", StandardScaler(), slice(8))], remainder="passthrough")
     for kind, values, first, scaler in (
         ("embedding", embedding, (), dense),
         ("untrained", noise, (), dense),
         ("all genes", genes, (), sparse),
         ("PCA5", genes, (pca,), dense),
+        ("PCA50 of the training cells", given, (), dense),
+        ("embedding with PCA50", np.hstack([embedding, given]), (standardised,), dense),
     ):
         linear = regression(sparse=kind == "all genes")
         expected[f"{kind} + logistic regression"] = (make_pipeline(*first, scaler, linear), values)
@@ -112,7 +118,8 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
             confusion += confusion_matrix(labels, predicted)
         assert predictions.confusion("", name)["counts"] == confusion.tolist(), name
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
-    assert sorted(row["kind"] for row in rows.values()) == 10 * ["baseline"] + 3 * ["model"]
+    kinds = sorted(row["kind"] for row in rows.values())
+    assert kinds == 13 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
@@ -180,21 +187,30 @@ def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features
         "untrained + logistic regression": 20,
         "untrained + kNN": 8,
         "majority": 10,
+        "embedding with PCA50 + kNN": 0,  # better than the model's own rows
+        "embedding with PCA50 + logistic regression": 3,
+        "PCA50 of the training cells + kNN": 9,
+        "PCA50 of the training cells + logistic regression, unscaled": 5,
     }
     predictions = Predictions(labels, 1)
     for name, n in wrong.items():
         predictions.record("", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)})
     verdicts = judge(_columns(predictions))
     linear = "embedding + logistic regression, unscaled"
+    beside = "PCA50 of the training cells + "
     assert [(verdict.compared, verdict.against, verdict.metric, verdict.outcome) for verdict in verdicts] == [
         (linear, "all genes + logistic regression", "accuracy", "level"),
         (linear, "all genes + logistic regression", "macro-F1", "level"),
         (linear, "all genes + logistic regression", "weighted F1", "level"),
         (linear, "untrained + logistic regression", "accuracy", "ahead"),
+        (linear, f"{beside}logistic regression, unscaled", "accuracy", "level"),
         ("embedding + kNN", "all genes + kNN", "accuracy", "level"),
         ("embedding + kNN", "untrained + kNN", "accuracy", "ahead"),
+        ("embedding + kNN", f"{beside}kNN", "accuracy", "ahead"),
+        ("embedding with PCA50 + kNN", f"{beside}logistic regression, unscaled", "accuracy", "ahead"),
     ]
-    assert [verdict.difference for verdict in verdicts][3:] == pytest.approx([0.9, 0.0, 0.25])
+    found = [verdict.difference for verdict in verdicts][3:]
+    assert found == pytest.approx([0.9, 0.15, 0.0, 0.25, 0.3, 0.25])
 
 
 def test_each_class_gives_its_shots_and_all_others_are_tested() -> None:

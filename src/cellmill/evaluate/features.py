@@ -32,6 +32,7 @@ from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
 OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has, and beginnings of the names of others
+OF_TRAINING = f"PCA{COMPONENTS} of the training cells"
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
 ROW_BLOCK = 4096  # cells read at once
 MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
@@ -55,7 +56,7 @@ def features_of_counts(context: Context, counts: sp.csr_matrix, embedding: np.nd
     return {
         EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
         UNTRAINED: embed_counts(context, counts, model.untrained),
-        f"PCA{COMPONENTS} of the training cells": model.components.transform(known),
+        OF_TRAINING: model.components.transform(known),
         ALL_GENES: log_normalise(profiles),
     }
 

@@ -148,7 +148,8 @@ def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
 
 EMBEDDING = "embedding"  # name of the model's features
 FULL_PANEL = f"{EMBEDDING}, full panel"  # of a dataset's own genes, where the other features have the shared ones
-VARIANTS = (FULL_PANEL,)  # features beside the model's own: in no verdict against the best baseline
+WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
+VARIANTS = (FULL_PANEL, WITH_COMPONENTS)  # features beside the model's own: in no verdict against the best baseline
 UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
 EXTERNAL = "external: "  # beginning of the names of features by models of other packages: neither model nor baseline
 

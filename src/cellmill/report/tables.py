@@ -18,7 +18,7 @@ class Point(NamedTuple):
     name: str
     value: float
     sd: float
-    kind: str  # baseline, external or, for all others, model
+    kind: str  # baseline, external, variant or, for all others, model
 
 
 class TaskTable:

@@ -5,7 +5,8 @@ components of the model's training cells; all genes of the cell (log(1 + counts 
 and components included, is fitted on the training cells of a split or of the model.
 
 `probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
-training cells of the fold. The number of folds is never lowered, so that runs stay comparable.
+training cells of the fold, and on the embedding, standardised over these cells, beside the components of the model's
+training cells: what the model adds to them. The number of folds is never lowered, so that runs stay comparable.
 
 `few_shot`: each draw trains on a fixed number of cells of every class and tests on all others. Intervals are over cells
 and draws.
@@ -21,12 +22,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from sklearn.model_selection import GroupKFold, StratifiedKFold
+from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import (
     ALL_GENES,
+    OF_TRAINING,
     cell_features,
     fit_all,
     labelled_cells,
@@ -34,7 +37,7 @@ from cellmill.evaluate.features import (
     rows_of,
     small_problems,
 )
-from cellmill.evaluate.scores import EMBEDDING, Predictions, ScoreColumn, against_best, kind_of
+from cellmill.evaluate.scores import EMBEDDING, WITH_COMPONENTS, Predictions, ScoreColumn, against_best, kind_of
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict
 
@@ -83,12 +86,15 @@ def predict_splits(
 ) -> None:
     """Record the predictions of the test cells of each split by every features and classifier.
 
-    With `components`, also those of the largest class, and of so many principal components of the training cells.
+    With `components`, also those of the largest class, of so many principal components of the training cells, and of
+    the embedding beside those of the model's.
     """
     labels = predictions.labels
     for repetition, train, test in splits:
         with small_problems():
-            given = {**features, **(_components(features[ALL_GENES], train, components, cache) if components else {})}
+            given = dict(features)
+            if components:
+                given |= _components(features[ALL_GENES], train, components, cache) | _beside(features, train)
             fitted = fit_all(rows_of(given, train), labels[train], neighbors, cache)
             predicted = predict_all(fitted, rows_of(given, test))
         if components:
@@ -111,9 +117,22 @@ def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineC
     return {f"PCA{components}": cache.features(about, genes, lambda: fitted.fit(genes[train]).transform(genes))}
 
 
+def _beside(features: Mapping[str, Any], train: np.ndarray) -> dict[str, np.ndarray]:
+    """The embedding, standardised over `train`, beside the principal components of the model's training cells."""
+    if OF_TRAINING not in features:
+        return {}
+    scaler = StandardScaler().fit(features[EMBEDDING][train])
+    return {WITH_COMPONENTS: np.hstack([scaler.transform(features[EMBEDDING]), features[OF_TRAINING]])}
+
+
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier."""
+    """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier; and of
+    the embedding with principal components against these alone."""
     verdicts, accuracy = against_best(columns), columns[0]
+    with_components, alone = (
+        max((name for name in accuracy.scores if name.startswith(f"{kind} + ")), key=accuracy.mean, default=None)
+        for kind in (WITH_COMPONENTS, OF_TRAINING)
+    )
     for classifier in ("logistic regression", "kNN"):
         by_kind: dict[str, list[str]] = {}
         for name in (name for name in accuracy.scores if f" + {classifier}" in name):
@@ -121,6 +140,8 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
         own = accuracy.best(True, by_kind[EMBEDDING])
         others = [accuracy.best(False, names) for names in by_kind.values() if kind_of(names[0]) == "baseline"]
         verdicts += [accuracy.compare(own, other) for other in others]
+    if with_components is not None and alone is not None:
+        verdicts.append(accuracy.compare(with_components, alone))
     return list(dict.fromkeys(verdicts))
 
 

@@ -24,7 +24,7 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import choose_cells, fit_all, predict_all, read_rows, small_problems
+from cellmill.evaluate.features import OF_TRAINING, choose_cells, fit_all, predict_all, read_rows, small_problems
 from cellmill.evaluate.predict import tally
 from cellmill.evaluate.scores import (
     EMBEDDING,
@@ -137,7 +137,7 @@ def transfer_features(
     both: dict[str, Any] = {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
     both |= {
         UNTRAINED: embedded(model.untrained),
-        f"PCA{COMPONENTS} of the training cells": [model.components.transform(part) for part in known],
+        OF_TRAINING: [model.components.transform(part) for part in known],
     }
     if min(profiles[0].shape) > 1:
         plain = pca(profiles[0].shape)
