@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from cellmill.models.counter_rng import keyed_bits, keyed_dropout, keyed_state, keyed_token_bits, threshold
+from cellmill.models.counter_rng import host_state, keyed_bits, keyed_dropout, keyed_state, keyed_token_bits, threshold
 
 WORD = (1 << 64) - 1
 
@@ -25,6 +25,7 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
     found = keyed_bits(torch.tensor(keys), 7, -1).tolist()
     expected = [_splitmix64(_splitmix64(_splitmix64(key & WORD) ^ 7) ^ WORD) >> 1 for key in keys]
     assert found == expected
+    assert (host_state(np.array(keys), 7, -1) >> np.uint64(1)).tolist() == expected
 
 
 def test_keys_broadcast_and_each_changes_the_bits() -> None:

@@ -12,7 +12,7 @@ from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
 from cellmill.models.batch import padded, to_tensors
-from cellmill.models.counter_rng import keyed_bits
+from cellmill.models.counter_rng import host_state, keyed_bits
 from cellmill.models.objectives.terms import vicreg
 from cellmill.models.objectives.views import HIDE, ViewBatch, draw_share, draw_view
 from cellmill.planner.size import measure
@@ -115,7 +115,7 @@ def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
 def test_a_thinned_cell_is_a_draw_by_a_generator_of_its_own() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
-    shares = draw_share(batch.cells, _config("thin"), 1, 3).tolist()
+    shares = draw_share(host_state(batch.cells.numpy(), 1, 3), _config("thin")).tolist()
     expected = []
     keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
     for counts, share, key in zip(batch.counts.split(batch.lengths), shares, keys):

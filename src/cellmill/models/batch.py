@@ -6,6 +6,7 @@ layouts count them.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
@@ -103,40 +104,50 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
-    """The tokens that an encoder is given, without counts; where hidden, `genes` are `<mask>` and `values` 0."""
+    """The tokens that an encoder is given, without counts; where hidden, `genes` are `<mask>` and `values` 0.
+
+    Properties are computed when they are first read, on the batch's device: few families read all of them.
+    """
 
     value_hidden: torch.Tensor  # (tokens,) bool
-    center: torch.Tensor  # (cells,) float32: mean of a cell's visible continuous values; 0 for other tokenizers
-    cell: torch.Tensor  # (tokens,) int64: index of the token's cell in the batch
-    token_keys: torch.Tensor  # (tokens,) int64: keys of the dropout
-    cell_keys: torch.Tensor  # (cells,) int64: keys of the dropout in layers whose rows are cells
+    value_known: torch.Tensor  # (tokens,) bool: those that `center` is the mean of
+    keys: tuple[int, int] | None  # seed and step, which key the dropout; None: no dropout
 
     @classmethod
     def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:
-        """Return the batch, with hidden what `own` hides; `keys`, seed and step, key the dropout (None: no dropout)."""
-        cell, place = positions(batch)
-        visible = torch.ones_like(place, dtype=torch.bool)
+        """Return the batch, with hidden what `own` hides."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
-        given = {name: getattr(batch, name) for name in shared} | {
-            "counts": None,
-            "numbers": None,
-            "cell": cell,
-            "value_hidden": ~visible,
-            "token_keys": place if keys is None else keyed_bits(keyed_token_bits(batch.cells, cell, *keys, place), 1),
-            "cell_keys": batch.cells if keys is None else keyed_bits(batch.cells, *keys),
-        }
-        if "center" not in own:
-            given["center"] = center_of(batch, cell, visible)
-        return cls(**given | own)
+        given = {name: getattr(batch, name) for name in shared} | {"counts": None, "numbers": None, "keys": keys}
+        hidden = own.get("value_hidden")
+        given["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool) if hidden is None else hidden
+        return cls(**given | {"value_known": ~given["value_hidden"]} | own)
 
+    @cached_property
+    def cell(self) -> torch.Tensor:
+        """(tokens,) int64: index of the token's cell in the batch."""
+        return positions(self)[0]
 
-def center_of(batch: Batch, cell: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """(cells,) float32: mean of the visible genes' values only, so that hidden ones cannot leak."""
-    if not batch.values.is_floating_point():
-        return torch.zeros(len(batch.lengths), device=cell.device)
-    visible = visible & (batch.genes != PAD_TOKEN)  # a token without a gene has no value
-    sums, n = (segment_sum(part, cell, batch.cu_seqlens) for part in (batch.values * visible, visible.float()))
-    return sums / n.clamp(min=1)
+    @cached_property
+    def token_keys(self) -> torch.Tensor:
+        """(tokens,) int64: keys of the dropout."""
+        cell, place = positions(self)
+        return place if self.keys is None else keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, place), 1)
+
+    @cached_property
+    def cell_keys(self) -> torch.Tensor:
+        """(cells,) int64: keys of the dropout in layers whose rows are cells."""
+        cells: torch.Tensor = self.cells
+        return cells if self.keys is None else keyed_bits(cells, *self.keys)
+
+    @cached_property
+    def center(self) -> torch.Tensor:
+        """(cells,) float32: mean of a cell's known continuous values, which hidden ones cannot leak into; else 0."""
+        if not self.values.is_floating_point():
+            return torch.zeros(len(self.lengths), device=self.values.device)
+        known = self.value_known & (self.genes != PAD_TOKEN)  # a token without a gene has no value
+        parts = (self.values * known, known.float())
+        sums, n = (segment_sum(part, self.cell, self.cu_seqlens) for part in parts)
+        return sums / n.clamp(min=1)
 
 
 CLS, EOS = -1, -2  # token ids; row -1 - id of `end_embedding`

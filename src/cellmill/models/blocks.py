@@ -86,9 +86,9 @@ class FeedForward(nn.Module):
         self.up = with_std(Linear(hidden, ffn_hidden), hidden**-0.5)
         self.down = with_std(Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
 
-    def forward(self, x: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-        """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout."""
-        return self.inner(x, keyed_state(row_keys, self.index) if self.training and self.dropout else None)
+    def forward(self, x: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
+        """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout, None for none."""
+        return self.inner(x, None if row_keys is None else keyed_state(row_keys, self.index))
 
     def inner(self, x: torch.Tensor, drops: torch.Tensor | None) -> torch.Tensor:
         """(R, H) and states of the dropout, (R,), -> (R, H)."""

@@ -4,8 +4,12 @@ A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, 
 generator state to advance or save: a token gets the same draw in every layout, in every batch, and in recomputation.
 """
 
+import numpy as np
 import torch
 
+from cellmill.data.shards.index import splitmix64
+
+NO_KEYS = np.zeros(1, np.uint64)
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -33,6 +37,13 @@ def keyed_token_bits(
     for key in keys:
         state = _mix(state ^ key)
     return _shift(state, 1)
+
+
+def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
+    """Fold integer keys into a state, uint64: `keyed_state` by numpy, in a fourth of its time for few elements."""
+    for key in keys:
+        state = splitmix64(state ^ np.asarray(key).astype(np.uint64))
+    return state
 
 
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ sent could run its code. TensorFloat-32 means float32 matrix products of a GPU w
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Mesh:
         kind = self.devices.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    @property
+    @cached_property
     def pp(self) -> DeviceMesh:
         """Ranks of this rank's pipeline, in the order of its stages."""
         return self.devices["pp"]

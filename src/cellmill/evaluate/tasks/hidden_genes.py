@@ -34,7 +34,7 @@ from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import embed_counts, keep_columns, tokens_of_counts
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import expected_log_expression
-from cellmill.models.batch import PAD_TOKEN, center_of, positions, to_tensors, with_extra_tokens
+from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
@@ -166,12 +166,11 @@ def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBa
     index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
     genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))
     view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
-    hidden, (cell, _) = torch.isin(view.genes, wanted), positions(view)
+    hidden = torch.isin(view.genes, wanted)
     targets = hidden.nonzero().flatten()
     return MaskedBatch.prepared(
         view,
         value_hidden=hidden,
-        center=center_of(view, cell, ~hidden),
         targets=targets,
         answers=view.values[targets],
         n_targets=torch.tensor(len(targets)),

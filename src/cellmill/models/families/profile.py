@@ -36,6 +36,7 @@ class ProfileModel(CellEncoder):
     def __init__(self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
         super().__init__(objective)
         self.width = hidden = config.hidden
+        self.dropout = config.dropout
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         attach_gene_vectors(self, config, n_tokens)
@@ -52,8 +53,9 @@ class ProfileModel(CellEncoder):
         return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        keys = prepared.cell_keys if self.training and self.dropout else None
         for block in self.blocks:
-            x = block(x, prepared.cell_keys)
+            x = block(x, keys)
         return x
 
     def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

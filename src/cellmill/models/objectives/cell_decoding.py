@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import CellDecodingConfig, DenoiseConfig, PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -98,21 +97,21 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        entries = torch.bincount(batch.profile_cell, minlength=len(batch.lengths))
-        cells = entries.nonzero().flatten()
+        cell = batch.profile_cell.numpy()
+        entries = np.bincount(cell, minlength=len(batch.lengths))
+        cells = np.flatnonzero(entries)
         weights = batch.profile_count.double()
         if not self._is_nb:
             weights = weights.log1p() if self.config.weights == "log1p" else weights
-            sums = torch.zeros(len(entries), dtype=torch.float64).index_add(0, batch.profile_cell, weights)
-            weights = weights / sums[batch.profile_cell]
+            weights /= torch.from_numpy(np.bincount(cell, weights.numpy(), len(entries))[cell])
         lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64).view(2, batch.paired)
         first = (lengths > 0).all(0).nonzero().flatten()  # cells with tokens in both views
         return DecodingBatch.prepared(
             batch,
             (seed, step),
-            target_cells=cells,
+            target_cells=torch.from_numpy(cells),
             entries=entries[cells].tolist(),
-            starts=F.pad(entries[cells].cumsum(0), (1, 0)),
+            starts=torch.from_numpy(np.append(0, entries[cells].cumsum())),
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
             n_targets=torch.tensor(len(cells)),

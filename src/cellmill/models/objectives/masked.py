@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch, Tokenizer
-from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, center_of, positions
+from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
@@ -89,10 +89,9 @@ def mask(
         kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
         hidden = masked & ~kept & (fates < threshold(1 - config.keep_frac - config.random_frac))
     random = masked & ~kept & ~hidden
-    seen = batch
+    genes, values, value_hidden = batch.genes, batch.values, torch.zeros_like(masked)
     if tokenizer is not None:
-        seen = replace(batch, values=visible_values(batch, cell, ~masked | kept, tokenizer))
-    genes, values, value_hidden = batch.genes, seen.values, torch.zeros_like(masked)
+        values = visible_values(batch, ~masked | kept, tokenizer)
     if hides_gene:
         genes = genes.masked_fill(hidden, MASK_TOKEN)
         if random_tokens is not None:
@@ -106,7 +105,7 @@ def mask(
         genes=genes,
         values=values,
         value_hidden=value_hidden,
-        center=center_of(seen, cell, torch.ones_like(masked) if hides_gene else ~masked),
+        value_known=~masked | hides_gene,
         targets=targets,
         answers=(batch.genes if hides_gene else batch.values)[targets],
         n_targets=torch.tensor(len(targets), device=keys.device),

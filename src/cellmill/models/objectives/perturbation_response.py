@@ -12,7 +12,7 @@ Legend: C cells with targets, H width of a cell's vector, D width of the decoder
 perturbation, V tokens of the vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class PerturbationResponse(CellDecoding):
         prepared = super().prepare(replace(batch, **parts), seed=seed, step=step)
         perturbation = numbers[prepared.target_cells]
         return ResponseBatch(
-            **vars(prepared),
+            **{field.name: getattr(prepared, field.name) for field in fields(prepared)},
             perturbation=torch.where(perturbation == self._control, 0, perturbation),
             perturbed=_padded([self._genes[number] for number in perturbation.tolist()]),
         )

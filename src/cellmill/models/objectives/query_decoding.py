@@ -30,7 +30,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
-from cellmill.models.counter_rng import keyed_token_bits
+from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
 from cellmill.models.objectives.views import HIDE, draw_share, tokens_of, uniform
@@ -64,9 +64,11 @@ def draw_queries(
     """Return the view of each cell of a batch with counts, on the CPU, over a vocabulary of `n_genes` genes."""
     assert batch.counts is not None, "the batch has no counts"
     cell, place = positions(batch)
-    share = draw_share(batch.cells, config, seed, step)
-    keys = keyed_token_bits(batch.cells, cell, seed, step, place, HIDE)
-    hidden = uniform(keys) < share[cell]
+    state = host_state(batch.cells.numpy(), seed, step)
+    share = torch.from_numpy(draw_share(state, config))
+    drawn = host_state(place.numpy(), HIDE, state=state[cell.numpy()])
+    keys = torch.from_numpy((drawn >> np.uint64(1)).view(np.int64))
+    hidden = torch.from_numpy(uniform(drawn)) < share[cell]
     queried = _lowest(hidden.nonzero().flatten(), keys, cell, config.max_asked)
     n_hidden, n_queried = (torch.bincount(cell[at], minlength=len(batch.lengths)) for at in (hidden, queried))
     free = n_genes - batch.cu_seqlens.diff().long()
@@ -74,7 +76,7 @@ def draw_queries(
     of, gene = _undetected(batch, n_drawn, free, n_genes, seed, step)
     weights = (n_hidden / n_queried.clamp(min=1))[cell[queried]], (share * free / n_drawn.clamp(min=1))[of]
     return QueryView(
-        **tokens_of(cell, batch.genes, torch.where(hidden, 0, batch.counts), len(batch.lengths), tokenizer),
+        **tokens_of(batch.genes.numpy(), (batch.counts * ~hidden).numpy(), batch.cu_seqlens.numpy(), tokenizer),
         **batch.arrays("cell"),
         query_cell=torch.cat([cell[queried], of]),
         query_genes=torch.cat([batch.genes[queried], gene]),

@@ -148,4 +148,4 @@ def _attributes(model: Any) -> Mapping[str, Any]:
 def _followed(first: Any, longer: Any) -> Any:
     if isinstance(longer, torch.Tensor):
         return torch.cat([first, longer[len(first) :]])
-    return None if longer is None else [*first, *longer[len(first) :]]
+    return [*first, *longer[len(first) :]] if isinstance(longer, list) else longer

@@ -24,9 +24,9 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.shards.index import places
 from cellmill.data.stream.batch import Batch, Tokenizer
-from cellmill.models.batch import positions
-from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
+from cellmill.models.counter_rng import host_state
 
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
@@ -52,34 +52,32 @@ def draw_view(
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
-    cell, place = positions(batch)
-    hidden = torch.zeros_like(batch.counts)
+    genes, counts, ends = batch.genes.numpy(), batch.counts.numpy(), batch.cu_seqlens.numpy()
+    cell, state = np.repeat(np.arange(len(batch.lengths)), batch.lengths), host_state(batch.cells.numpy(), seed, step)
+    shown = counts
     if config.view != "thin":
-        share = draw_share(batch.cells, config, seed, step, SHARE if config.view == "drop" else DROP_SHARE)
-        drawn = uniform(keyed_token_bits(batch.cells, cell, seed, step, place, HIDE))
-        hidden = torch.where(drawn < share[cell], batch.counts, 0)
+        share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
+        shown = counts * (uniform(host_state(places(ends), HIDE, state=state[cell])) >= share[cell])
     if config.view != "drop":
-        left = batch.counts - hidden
-        hidden = hidden + _thinned(batch, left, draw_share(batch.cells, config, seed, step), seed, step)
-    shown = batch.counts - hidden
-    predicted = batch.counts if config.target == "all" else hidden
-    at = predicted.nonzero().flatten()
-    n_cells = len(batch.lengths)
-    of_token, genes, per_cell, paired = cell, batch.genes, batch.arrays("cell"), 0
+        shown = shown - _thinned(shown, batch.lengths, draw_share(state, config), host_state(HIDE, state=state))
+    hidden = counts - shown
+    predicted = counts if config.target == "all" else hidden
+    at = np.flatnonzero(predicted)
+    profile = [torch.from_numpy(array[at]) for array in (cell, genes, predicted)]
+    per_cell, paired = batch.arrays("cell"), 0
     if config.view_loss is not None:
-        of_token, genes, shown = (torch.cat(pair) for pair in ((cell, cell + n_cells), (genes, genes), (shown, hidden)))
-        paired = n_cells
+        genes, shown = np.concatenate([genes, genes]), np.concatenate([shown, hidden])
+        ends, paired = np.concatenate([ends, ends[1:] + ends[-1]]), len(batch.lengths)
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
     return ViewBatch(
-        **tokens_of(of_token, genes, shown, n_cells + paired, tokenizer),
+        **tokens_of(genes, shown, ends, tokenizer),
         **per_cell,
+        profile_cell=profile[0],
+        profile_gene=profile[1],
+        profile_count=profile[2],
         paired=paired,
-        counts=shown[shown > 0],
-        profile_cell=cell[at],
-        profile_gene=batch.genes[at],
-        profile_count=predicted[at],
     )
 
 
@@ -90,56 +88,54 @@ def first_views(batch: Batch) -> Batch:
     return replace(batch.cut(0, batch.paired), paired=0)
 
 
-def draw_share(cells: torch.Tensor, config: HiddenShareConfig, seed: int, step: int, key: int = SHARE) -> torch.Tensor:
-    """(cells,) float64: the share of each cell that is hidden; `cells` are stable ids."""
+def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
+    """(cells,) float64: the share of each cell that is hidden; `state` is of cell, seed and step."""
     low, high = config.min_hidden_frac, config.max_hidden_frac
-    return low + (high - low) * uniform(keyed_bits(cells, seed, step, key))
+    return low + (high - low) * uniform(host_state(key, state=state))
 
 
-def visible_values(batch: Batch, cell: torch.Tensor, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+def visible_values(batch: Batch, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
     """(tokens,): values of the `visible` tokens, (tokens,) bool, made from their counts alone; 0 elsewhere."""
     assert batch.counts is not None, "the batch has no counts"
     shown = batch.counts * visible
     values = torch.zeros_like(batch.values)
-    values[shown > 0] = tokens_of(cell, batch.genes, shown, len(batch.lengths), tokenizer)["values"]
+    values[shown > 0] = tokens_of(batch.genes.numpy(), shown.numpy(), batch.cu_seqlens.numpy(), tokenizer)["values"]
     return values
 
 
-def tokens_of(
-    cell: torch.Tensor, gene: torch.Tensor, count: torch.Tensor, n_cells: int, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Genes, values and lengths of the tokens of `n_cells` cells, from counts alone, (n,) int64 each; 0 is no token."""
-    at = count.nonzero().flatten()
-    starts = np.zeros(n_cells + 1, np.int64)
-    np.cumsum(np.bincount(cell[at].numpy(), minlength=n_cells), out=starts[1:])
-    rows = (gene[at] - len(SPECIAL)).to(torch.int32).numpy()
-    genes, values, cu_seqlens = tokenizer.tokenize(rows, count[at].numpy(), starts)
+def tokens_of(genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Fields per token and lengths of a batch, of genes and counts, (n,) int64 each, cut into cells by `ends`.
+
+    Values are made from these counts alone; a count of 0 is no token.
+    """
+    at = np.flatnonzero(counts)
+    counts, starts = counts[at], np.searchsorted(at, ends)
+    ids, values, cu_seqlens = tokenizer.tokenize((genes[at] - len(SPECIAL)).astype(np.int32), counts, starts)
     numbers = torch.from_numpy(values)
     return {
-        "genes": torch.from_numpy(genes).long(),
+        "genes": torch.from_numpy(ids).long(),
         "values": numbers if numbers.is_floating_point() else numbers.long(),
+        "counts": torch.from_numpy(counts),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
         "lengths": np.diff(starts).tolist(),
     }
 
 
-def uniform(bits: torch.Tensor) -> torch.Tensor:
-    """63 random bits as float64 in [0, 1)."""
-    return (bits >> 10).double() * 2.0**-53
+def uniform(state: np.ndarray) -> np.ndarray:
+    """Float64 in [0, 1) of the upper 53 bits of each uint64."""
+    return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
-def _thinned(batch: Batch, left: torch.Tensor, share: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """(tokens,) int64: a binomial draw of each count in `left` with its cell's probability `share`, (cells,)."""
-    counts, out = left.numpy(), np.empty(len(batch.genes), np.int64)
-    keys = keyed_bits(batch.cells, seed, step, HIDE).tolist()
+def _thinned(counts: np.ndarray, lengths: list[int], share: np.ndarray, state: np.ndarray) -> np.ndarray:
+    """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by its `state`."""
+    out, first = np.empty_like(counts), 0
     # one generator that is given each cell's key: a new one draws entropy of the system first, which is not used
     philox = np.random.Philox(key=0)
     generator, start = np.random.Generator(philox), philox.state
-    first = 0
-    for length, probability, key in zip(batch.lengths, share.tolist(), keys):
+    for length, probability, key in zip(lengths, share.tolist(), (state >> np.uint64(1)).tolist()):
         end = first + length
         start["state"]["key"][0] = key
         philox.state = start
         out[first:end] = generator.binomial(counts[first:end], probability)
         first = end
-    return torch.from_numpy(out)
+    return out
