@@ -7,7 +7,7 @@ labels, and features of the tested cells. Each dataset has one .npz file; its ar
 import hashlib
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,25 @@ class BaselineCache:
                 np.savez_compressed(temporary, **arrays)
 
 
-class CachedClassifier:
-    """A classifier that is fitted on `features`, `(cells, width)`, only for a prediction not yet known."""
+class CachedClassifiers:
+    """Classifiers by name, each fitted on `features`, `(cells, width)`, only for a prediction not yet known."""
 
-    def __init__(self, known: dict[str, np.ndarray], classifier: Any, features: Any, labels: np.ndarray) -> None:
-        self._known = known
-        self._fitted = cache(lambda: fit(classifier, features, labels))
-        self._digest = _digest(f"{classifier!r} of {VERSIONS}", [*_arrays(features), labels])
+    def __init__(
+        self, known: dict[str, np.ndarray], classifiers: Mapping[str, Any], features: Any, labels: np.ndarray
+    ) -> None:
+        self._known, self._classifiers = known, classifiers
+        self._classes, of_cell = np.unique(labels, return_inverse=True)
+        self._fitted = cache(lambda name: fit(classifiers[name], features, of_cell))
+        self._digest = _digest(VERSIONS, [*_arrays(features), self._classes, of_cell])
 
-    def predict(self, features: Any) -> np.ndarray:
-        """Predicted classes, text `(cells,)`."""
-        if (key := _digest(self._digest, _arrays(features))) not in self._known:
-            self._known[key] = self._fitted().predict(features)
-        return self._known[key]
+    def predict(self, features: Any) -> dict[str, np.ndarray]:
+        """Predicted classes, text `(cells,)`, by every classifier."""
+        found, of_cells = {}, _digest(self._digest, _arrays(features))
+        for name, classifier in self._classifiers.items():
+            if (key := _digest(f"{classifier!r} on {of_cells}", [])) not in self._known:
+                self._known[key] = self._classes[self._fitted(name).predict(features)]
+            found[name] = self._known[key]
+        return found
 
 
 def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:

@@ -8,21 +8,22 @@ which helps or hurts depending on the number of cells.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from sklearn import config_context
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
+from sklearn.utils.extmath import row_norms
+from threadpoolctl import ThreadpoolController
 
 from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import DataError
-from cellmill.evaluate.baselines import BaselineCache, CachedClassifier
+from cellmill.evaluate.baselines import BaselineCache, CachedClassifiers
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.predict import tally
@@ -35,6 +36,7 @@ OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has, and beg
 OF_TRAINING = f"PCA{COMPONENTS} of the training cells"
 OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
 ROW_BLOCK = 4096  # cells read at once
+COMPARED = 512  # cells compared with all fitted ones at once
 MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
 
 
@@ -88,19 +90,52 @@ def own_components(profiles: sp.csr_matrix) -> np.ndarray:
     return np.asarray(pca(profiles.shape).fit_transform(profiles))
 
 
+class NearestCells:
+    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; of equal ones the first."""
+
+    def __init__(self, neighbors: int) -> None:
+        self.neighbors = neighbors
+
+    def __repr__(self) -> str:
+        return f"NearestCells({self.neighbors})"
+
+    def fit(self, features: Any, labels: np.ndarray) -> Self:
+        """Keep `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`."""
+        self.classes, of_cell = np.unique(labels, return_inverse=True)
+        self._votes = np.eye(len(self.classes))[of_cell]
+        values = features.astype(np.float64)
+        self._squares = row_norms(values, squared=True)
+        self._columns = values.T.tocsr() if sp.issparse(values) else values.T
+        return self
+
+    def predict(self, features: Any) -> np.ndarray:
+        """The class of each cell, `(cells,)`, of features `(cells, width)`."""
+        found = []
+        for first in range(0, features.shape[0], COMPARED):
+            products = features[first : first + COMPARED].astype(np.float64) @ self._columns
+            # squared distances but for the square of the cell itself
+            apart = self._squares - 2 * (products.toarray() if sp.issparse(products) else products)
+            nearest = apart.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
+            found.append(self._votes[nearest].sum(1).argmax(1))
+        return self.classes[np.concatenate(found)]
+
+
 def classifiers(neighbors: int) -> dict[str, Any]:
     """Unfitted classifiers by name; a new one is one line here."""
     return {
         "logistic regression": LogisticRegression(standardised=True),
         "logistic regression, unscaled": LogisticRegression(standardised=False),
-        "kNN": KNeighborsClassifier(neighbors),
+        "kNN": NearestCells(neighbors),
     }
+
+
+_libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 
 @contextmanager
 def small_problems() -> Iterator[None]:
     """Fit and predict inside without threads and scikit-learn's checks: they would take longer than the work."""
-    with threadpool_limits(1), config_context(assume_finite=True, skip_parameter_validation=True):
+    with _libraries().limit(limits=1), config_context(assume_finite=True, skip_parameter_validation=True):
         yield
 
 
@@ -111,23 +146,30 @@ def rows_of(features: Mapping[str, Any], cells: np.ndarray) -> dict[str, Any]:
 
 def fit_all(
     features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache
-) -> dict[str, Any]:
-    """Classifiers by `features + classifier`; `features` are `(cells, width)` each, dense or sparse.
+) -> dict[str, CachedClassifiers]:
+    """Classifiers by kind of features; `features` are `(cells, width)` each, dense or sparse.
 
     They are fitted when a prediction of theirs is not in `baselines`.
     """
+    most = min(neighbors, len(labels))
     return {
-        f"{kind} + {name}": CachedClassifier(
-            baselines.of_model if kind.startswith(OF_THE_MODEL) else baselines.known, classifier, values, labels
+        kind: CachedClassifiers(
+            baselines.of_model if kind.startswith(OF_THE_MODEL) else baselines.known,
+            classifiers(most),
+            values,
+            labels,
         )
         for kind, values in features.items()
-        for name, classifier in classifiers(min(neighbors, len(labels))).items()
     }
 
 
-def predict_all(fitted: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Predicted classes, text `(cells,)`, by every classifier of `fit_all`, each from its own kind of features."""
-    return {name: classifier.predict(features[name.partition(" + ")[0]]) for name, classifier in fitted.items()}
+def predict_all(fitted: Mapping[str, CachedClassifiers], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Predicted classes, text `(cells,)`, by `features + classifier`, each from its own kind of features."""
+    return {
+        f"{kind} + {name}": classes
+        for kind, of_kind in fitted.items()
+        for name, classes in of_kind.predict(features[kind]).items()
+    }
 
 
 def stacked(parts: Sequence[Any]) -> Any:

@@ -18,8 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.linalg import LinAlgError, cho_factor, cho_solve, cholesky, solve_triangular
-from scipy.linalg.lapack import dpotri
+from scipy.linalg import LinAlgError
+from scipy.linalg.blas import saxpy
+from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.sparsefuncs import mean_variance_axis
@@ -53,13 +54,16 @@ class LogisticRegression:
         """
         centred, (n, width) = not sp.issparse(features), features.shape
         small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
-        values = (features.toarray() if small and not centred else features).astype(np.float64)
-        scale = _deviations(values) if self.standardised else np.ones(width)
-        mean = values.mean(0) if centred else np.zeros(width)
+        values, mean, scale = features.astype(np.float64), np.zeros(width), np.ones(width)
         if centred:
-            values = (values - mean) / scale
+            mean = values.mean(0)
+            values -= mean
+        if self.standardised:
+            scale = _deviations(values, mean)
+        if centred:
+            values /= scale
         elif small:
-            values = np.pad(values / scale, ((0, 0), (0, 1)), constant_values=1)
+            values = np.hstack([values.toarray() / scale, np.ones((n, 1))])
         else:
             values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
         self.classes, of_cell = np.unique(labels, return_inverse=True)
@@ -73,9 +77,12 @@ class LogisticRegression:
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
 
 
-def _deviations(values: Any) -> np.ndarray:
-    """Standard deviation of each feature, 1 for a constant one."""
-    mean, variance = mean_variance_axis(values, axis=0) if sp.issparse(values) else (values.mean(0), values.var(0))
+def _deviations(values: Any, mean: np.ndarray) -> np.ndarray:
+    """Standard deviation of each feature, 1 for a constant one, of sparse or centred `values`, once of this `mean`."""
+    if sp.issparse(values):
+        mean, variance = mean_variance_axis(values, axis=0)
+    else:
+        variance = np.einsum("ij,ij->j", values, values) / len(values)
     variance[variance <= 1e-20 * mean**2] = 1
     return np.sqrt(variance)
 
@@ -87,7 +94,7 @@ def _fit(
     if small:
         with suppress(LinAlgError):  # where scales are more than about 1e4 apart
             whitened, unwhiten = _whiten(features, (2 if n_classes == 2 else 1) / len(features))
-            columns = np.pad(whitened, ((0, 0), (0, int(intercept))), constant_values=CURVATURE**-0.5)
+            columns = np.hstack([whitened, np.full((len(whitened), int(intercept)), CURVATURE**-0.5)])
             found = _minimise(columns, np.eye(n_classes)[:, of_cell]).T
             return unwhiten(found[: whitened.shape[1]]), CURVATURE**-0.5 * found[whitened.shape[1] :].sum(0)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000, fit_intercept=intercept)
@@ -101,14 +108,21 @@ def _whiten(features: np.ndarray, penalty: float) -> tuple[np.ndarray, Callable[
     """U, and the function from coefficients `(columns of U, classes)` to those of the features."""
     n, width = features.shape
     if width > n:
-        factor = cho_factor(_shifted(features @ features.T * (CURVATURE / n), penalty), lower=True, check_finite=False)
-        inverse, _ = dpotri(factor[0], lower=True)  # its lower triangle
+        factor = _cholesky(_shifted(features @ features.T * (CURVATURE / n), penalty).T)
+        inverse, _ = dpotri(factor, lower=True)  # its lower triangle
         # of centred features, it is singular: the shift is far below the tolerance
-        root = cholesky(_shifted(inverse * -penalty, 1 + 1e-10) * (n / CURVATURE), lower=True, check_finite=False)
-        return root, lambda v: features.T @ cho_solve(factor, solve_triangular(root, v, lower=True, trans="T"))
-    root = cholesky(_shifted(features.T @ features * (CURVATURE / n), penalty), check_finite=False)
-    whitened = solve_triangular(root, features.T, trans="T", check_finite=False).T
-    return whitened, lambda v: solve_triangular(root, v)
+        root = _cholesky(_shifted(inverse * -penalty, 1 + 1e-10) * (n / CURVATURE))
+        return root, lambda v: features.T @ dpotrs(factor, dtrtrs(root, v, lower=True, trans=True)[0], lower=True)[0]
+    root = _cholesky(_shifted(features.T @ features * (CURVATURE / n), penalty).T)
+    return dtrtrs(root, features.T, lower=True)[0].T, lambda v: dtrtrs(root, v, lower=True, trans=True)[0]
+
+
+def _cholesky(matrix: np.ndarray) -> np.ndarray:
+    """The lower factor of a matrix in Fortran's order, which is overwritten, by its lower triangle."""
+    factor, failed = dpotrf(matrix, lower=True, overwrite_a=True)
+    if failed:
+        raise LinAlgError("not positive definite")
+    return np.asarray(factor)
 
 
 def _shifted(matrix: np.ndarray, diagonal: float) -> np.ndarray:
@@ -121,7 +135,7 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
     `targets` are `(classes, cells)`, one-hot.
     """
-    n, share = len(features), CURVATURE / len(features)
+    n, share, rough = len(features), CURVATURE / len(features), features.astype(np.float32)
 
     def loss(x: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:
         """Objective, and probabilities `(classes, cells)`."""
@@ -138,7 +152,9 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
         gradient = ((probabilities - targets) / n - share * logits) @ features + x
         if np.abs(gradient).max() <= TOLERANCE:
             break
-        step, along = _newton_step(features, probabilities, gradient)
+        # a step need not be exact: in half of the precision it takes half of the time
+        step = _newton_step(rough, *(array.astype(np.float32) for array in (probabilities, gradient))).astype(float)
+        along = step @ features.T
         slope, length = np.vdot(gradient, step), 1.0
         while True:
             new, new_logits = x + length * step, logits + length * along
@@ -152,24 +168,26 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return x
 
 
-def _newton_step(
-    features: np.ndarray, probabilities: np.ndarray, gradient: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The step, in the shape of `gradient`, and what it adds to the logits, `(classes, cells)`."""
-    n, share = len(features), CURVATURE / len(features)
-    weights = probabilities / n
-    step, along, left = np.zeros_like(gradient), np.zeros_like(probabilities), -gradient
+def _newton_step(features: np.ndarray, probabilities: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """The step, in the shape of `gradient`; all of float32. Works in place: to allocate takes as long as to add."""
+    n = np.float32(len(features))
+    weights, share = probabilities / n, np.float32(CURVATURE) / n
+    own, curved, shared = weights - share, np.empty_like(probabilities), np.empty_like(probabilities)
+    step, left, product, seen = np.zeros_like(gradient), -gradient, np.empty_like(gradient), np.empty_like(own)
     direction, norm = left.copy(), np.vdot(left, left)
     enough = FORCING**2 * norm
     while norm > enough:
-        seen = direction @ features.T
-        curved = weights * (seen - (probabilities * seen).sum(0)) - share * seen
-        product = curved @ features + direction  # with the Hessian
+        np.dot(direction, features.T, out=seen)
+        np.multiply(probabilities, seen, out=shared)
+        np.multiply(weights, np.add.reduce(shared, 0), out=shared)
+        np.multiply(own, seen, out=curved)
+        curved -= shared
+        np.dot(curved, features, out=product)
+        product += direction  # with the Hessian
         length = norm / np.vdot(direction, product)
-        step += length * direction
-        along += length * seen
-        left -= length * product
+        saxpy(direction.ravel(), step.ravel(), a=length)
+        saxpy(product.ravel(), left.ravel(), a=-length)
         last, norm = norm, np.vdot(left, left)
         direction *= norm / last
         direction += left
-    return step, along
+    return step
