@@ -2,6 +2,7 @@
 # make check     format, types, lint, generated files, figures and checks of the source tree: 2 minutes
 # make test      every promise once: 15 minutes on 2 cores
 # make test-all  every test, with the packages of all extras
+# make bench     ratios of CPU time against benchmarks/budget.toml: 3 minutes
 # make matrix    demo and tests with the oldest and the newest versions that pyproject.toml allows; make newest: its demo alone
 # make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
 #                wheels for a machine without a package index, in wheelhouse/ (TO=…): SET is all, run, shards or gpu,
@@ -29,7 +30,7 @@ PLATFORM ?= manylinux_2_28_x86_64
 SET ?= all
 TO ?= wheelhouse
 
-.PHONY: demo check test test-all extras matrix newest docs wheelhouse install
+.PHONY: demo check test test-all extras bench matrix newest docs wheelhouse install
 
 demo: install
 	$(BIN)/snakemake --profile profiles/local
@@ -55,6 +56,9 @@ check: install
 	$(BIN)/python tools/option_docs.py --check
 	$(BIN)/python tools/house.py
 	@echo "make check: $$(($$(date +%s) - $(START))) s"
+
+bench: install
+	$(BIN)/python benchmarks/budget.py
 
 matrix: install
 	$(BIN)/python tools/matrix.py

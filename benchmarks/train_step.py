@@ -90,15 +90,16 @@ class PaddedEncoder(nn.Module):
 
 def packed(device: torch.device, precision: str) -> Work:
     """cellmill's own model and step, with the loss that the peers have."""
-    return _packed(SPEC, device, precision)
+    return packed_step(SPEC, device, precision)
 
 
 def packed_with_cell_loss(device: torch.device, precision: str) -> Work:
     """The same with the second loss it has by default, and its second set of logits."""
-    return _packed(replace(SPEC, objective=MaskedGeneConfig(mask_frac=MASK_FRAC)), device, precision)
+    return packed_step(replace(SPEC, objective=MaskedGeneConfig(mask_frac=MASK_FRAC)), device, precision)
 
 
-def _packed(spec: ModelSpec, device: torch.device, precision: str) -> Work:
+def packed_step(spec: ModelSpec, device: torch.device, precision: str) -> Work:
+    """A step of the model of `spec`, with the view that its objective draws."""
     model = build(spec).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,7 +110,8 @@ def _packed(spec: ModelSpec, device: torch.device, precision: str) -> Work:
     optimizer = build_optimizer(model, TRAIN)
 
     def work(batch: Batch, step: int) -> float:
-        prepared = on_device(model.prepare(batch, seed=0, step=step), device)
+        view = model.view(batch, seed=0, step=step)
+        prepared = on_device(model.prepare(view, seed=0, step=step), device)
         loss = parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
         optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 TINY = {
+    "budget.py": "--cells 256 --repeats 1",
     "checkpoint.py index": "index --saves 1",
     "checkpoint.py stall": "stall --steps 1 --saves 2 --cells 1 --layers 1 --hidden 96",
     "checkpoint.py write": "write --saves 1 --layers 1 --hidden 96",
@@ -38,6 +39,16 @@ def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, name: str) -> 
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|---" in done.stdout
+
+
+def test_a_ratio_above_its_budget_is_named_with_value_and_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    over_budget = importlib.import_module("budget").over_budget
+    budget = {"embed": 2.0, "stream": 1.0}
+    assert over_budget({"embed": 2.5, "stream": 1.25}, budget) == []
+    [line] = over_budget({"embed": 2.51, "stream": 1.0}, budget)
+    assert line.startswith("embed: 2.51 times the numpy loop, expected at most 2.50")
+    assert "benchmarks/budget.toml" in line
 
 
 def test_padded_peers_of_train_step_answer_masked_tokens_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
