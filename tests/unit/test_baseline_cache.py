@@ -1,10 +1,13 @@
 """Predictions of baselines are kept by all they depend on."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.config.evaluate import Evaluate
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache
 from cellmill.evaluate.features import fit_all, predict_all
 from cellmill.evaluate.tasks.classify import _components
@@ -18,8 +21,8 @@ FEATURES = {"embedding": DENSE, "PCA50": DENSE + 1, "all genes": sp.csr_matrix(n
 def predicted(
     cache: BaselineCache, features: dict[str, object] = FEATURES, labels: np.ndarray = LABELS
 ) -> dict[str, np.ndarray]:
-    fitted = fit_all(features, labels, 5, cache)
-    return predict_all(fitted, features)
+    context: Any = SimpleNamespace(baselines=cache, options=Evaluate())
+    return predict_all(fit_all(features, labels, 5, context), features)
 
 
 def test_a_second_evaluation_reads_what_the_first_predicted(tmp_path: Path) -> None:

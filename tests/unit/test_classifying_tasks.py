@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anndata as ad
@@ -21,6 +22,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import logistic
@@ -73,7 +75,8 @@ def _predicted(
 ) -> Predictions:
     """Predictions in five folds."""
     predictions, splits = Predictions(labels, seeds), stratified(labels, 5, seeds, seed)
-    predict_splits(predictions, features, splits, neighbors, BaselineCache(), components=components)
+    context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
+    predict_splits(predictions, features, splits, neighbors, context, components=components)
     return predictions
 
 

@@ -128,7 +128,7 @@ ELSEWHERE = {
         "objective.view_loss objective.invariance_weight objective.variance_weight objective.covariance_weight"
     ),
     "workflow/test_line.py": "runs.trunk runs.evaluate_steps runs.trunk_step runs.init_from runs.machine",
-    "workflow/test_plugins.py": "finetune.method",
+    "workflow/test_plugins.py": "finetune.method evaluate.classifiers",
 }
 """Options by the file below tests/ whose tests change them."""
 

@@ -34,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}, "observers": {"toy_steps": {"path": "observed.txt"}}},
     "evaluate": {
         "folds": 3,
+        "classifiers": ["toy_centroid"],
         "tasks": {"probe": {"neighbors": 5, "seeds": 2}, "reconstruct": {}, "toy_norm": {"power": 1}},
     },
     "runs": {
@@ -88,6 +89,7 @@ def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
     [
         ("objective={skip: -1}", "objective: skip: input should be greater than or equal to 0, got"),
         ("tokens={tokenizer: continuous}", "tokens.tokenizer continuous has values of kind scalar, family toy embeds"),
+        ("evaluate={classifiers: [toy_centre]}", "unknown classifier 'toy_centre'; did you mean 'toy_centroid'?"),
         ("track={to: {toy_file: {pth: x}}}", "track.to: toy_file: unknown key 'pth'; did you mean 'path'?"),
     ],
 )
@@ -114,6 +116,8 @@ def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, pl
     tasks = json.loads((runs / "base" / "evaluate" / "metrics.json").read_text())["datasets"]["sim"]["tasks"]
     assert list(tasks) == ["probe", "reconstruct", "toy_norm"]
     assert tasks["reconstruct"]["figures"]["n_targets"] > 0
+    accuracy = {row["name"]: row["accuracy_mean"] for row in tasks["probe"]["rows"]}
+    assert accuracy["all genes + toy_centroid"] > accuracy["majority"]
     assert [row["name"] for row in tasks["toy_norm"]["rows"]] == ["embedding", "zeros"]
     page = (project.folder / "results" / "report" / "index.html").read_text()
     assert "toy_norm" in page

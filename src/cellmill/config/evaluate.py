@@ -19,8 +19,9 @@ from pydantic import (
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
 from cellmill.config.plugin import by_name
+from cellmill.config.plugin import names as installed
 from cellmill.config.section import EachOnce, Section
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import digest
 
 PLACEHOLDERS = ("{cells}", "{out}")
@@ -97,6 +98,11 @@ class Evaluate(Section):
         min_length=1,
         description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
     )
+    classifiers: Annotated[list[str], EachOnce] = Field(
+        [],
+        description="Classifiers of installed packages (entry points of cellmill.classifier) that tasks fit to labels "
+        "beside logistic regression and kNN.",
+    )
     gate: list[BaselineGate] = Field(
         [],
         description="Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or "
@@ -112,6 +118,14 @@ class Evaluate(Section):
         "tasks that read only embeddings, but enter no verdict and no gate.",
     )
 
+    @field_validator("classifiers")
+    @classmethod
+    def _are_installed(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in (known := installed("classifier")):
+                raise ValueError(f"unknown classifier {name!r}; {did_you_mean(name, known)}")
+        return names
+
     @model_validator(mode="after")
     def _gates_of_tasks(self) -> Self:
         if unknown := [gate.task for gate in self.gate if gate.task not in self.tasks]:
@@ -120,9 +134,9 @@ class Evaluate(Section):
 
     @model_serializer(mode="wrap")
     def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options without `gate` and `external` where there are none: earlier evaluations stay as they are."""
+        """Options without these three where there are none: earlier evaluations stay as they are."""
         tree: dict[str, Any] = handler(self)
-        return {key: value for key, value in tree.items() if value or key not in ("gate", "external")}
+        return {key: value for key, value in tree.items() if value or key not in ("classifiers", "gate", "external")}
 
 
 def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:

@@ -1,6 +1,7 @@
 """Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method, tracker, task.
 
-An input format (kind `input`) has no options: its entry point is a `cellmill.data.inputs.source.Format`.
+Two kinds have no options. The entry point of an `input` is a `cellmill.data.inputs.source.Format`; the entry point of a
+`classifier` is a function that returns an unfitted classifier of scikit-learn's kind.
 
 A contract is a subclass of `Plugin` that sets `kind`, and `key` and `default` where they differ. Each choice is a
 subclass of the contract: one in `config/parts`, or one in the entry-point group `cellmill.<kind>` of an installed
@@ -21,7 +22,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
-BUILT_IN: dict[str, dict[str, type[Plugin]]] = {"input": {}}
+BUILT_IN: dict[str, dict[str, type[Plugin]]] = {"input": {}, "classifier": {}}
 """Options classes of cellmill's own choices, by kind and name; formats are rows of `data/inputs/formats.py`."""
 
 

@@ -19,11 +19,12 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.extmath import row_norms
 from threadpoolctl import ThreadpoolController
 
+from cellmill.config.plugin import load
 from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import DataError
-from cellmill.evaluate.baselines import BaselineCache, CachedClassifiers
+from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.predict import tally
@@ -120,12 +121,13 @@ class NearestCells:
         return self.classes[np.concatenate(found)]
 
 
-def classifiers(neighbors: int) -> dict[str, Any]:
-    """Unfitted classifiers by name; a new one is one line here."""
+def classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]:
+    """Unfitted classifiers by name, and the classifiers of installed packages."""
     return {
         "logistic regression": LogisticRegression(standardised=True),
         "logistic regression, unscaled": LogisticRegression(standardised=False),
         "kNN": NearestCells(neighbors),
+        **{name: load("classifier", name)() for name in installed},
     }
 
 
@@ -145,17 +147,18 @@ def rows_of(features: Mapping[str, Any], cells: np.ndarray) -> dict[str, Any]:
 
 
 def fit_all(
-    features: Mapping[str, Any], labels: np.ndarray, neighbors: int, baselines: BaselineCache
+    features: Mapping[str, Any], labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[str, CachedClassifiers]:
     """Classifiers by kind of features; `features` are `(cells, width)` each, dense or sparse.
 
-    They are fitted when a prediction of theirs is not in `baselines`.
+    They are fitted when a prediction of theirs is not in `context.baselines`. With a classifier of another package,
+    whose code may change, no prediction is saved there.
     """
-    most = min(neighbors, len(labels))
+    baselines, most, installed = context.baselines, min(neighbors, len(labels)), context.options.classifiers
     return {
         kind: CachedClassifiers(
-            baselines.of_model if kind.startswith(OF_THE_MODEL) else baselines.known,
-            classifiers(most),
+            baselines.of_model if kind.startswith(OF_THE_MODEL) or installed else baselines.known,
+            classifiers(most, installed),
             values,
             labels,
         )

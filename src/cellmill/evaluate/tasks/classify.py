@@ -61,7 +61,7 @@ class Probe(Task):
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         predictions = Predictions(chosen.labels, config.seeds)
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
-        predict_splits(predictions, features, splits, config.neighbors, context.baselines, components=COMPONENTS)
+        predict_splits(predictions, features, splits, config.neighbors, context, components=COMPONENTS)
         columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
         numbers = chosen.numbers | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
         confusion = predictions.confusion("", columns[0].best(own=True))
@@ -80,7 +80,7 @@ def predict_splits(
     features: Mapping[str, Any],
     splits: Iterable[Split],
     neighbors: int,
-    cache: BaselineCache,
+    context: Context,
     condition: str = "",
     components: int = 0,
 ) -> None:
@@ -94,8 +94,9 @@ def predict_splits(
         with small_problems():
             given = dict(features)
             if components:
-                given |= _components(features[ALL_GENES], train, components, cache) | _beside(features, train)
-            fitted = fit_all(rows_of(given, train), labels[train], neighbors, cache)
+                given |= _components(features[ALL_GENES], train, components, context.baselines)
+                given |= _beside(features, train)
+            fitted = fit_all(rows_of(given, train), labels[train], neighbors, context)
             predicted = predict_all(fitted, rows_of(given, test))
         if components:
             predicted[MAJORITY] = majority(labels[train], len(test))
@@ -163,7 +164,7 @@ class FewShot(Task):
             if len(classes) > 1:
                 splits = draw_shots(chosen.labels, classes, shots, config.draws, context.options.seed)
                 neighbors, condition = min(config.neighbors, shots), f"{shots} per class"
-                predict_splits(predictions, features, splits, neighbors, context.baselines, condition)
+                predict_splits(predictions, features, splits, neighbors, context, condition)
         numbers = chosen.numbers | {"draws": config.draws, "n_classes": n_classes, "classes_left_out": left_out}
         return TaskResult.from_columns(predictions.accuracies(), numbers)
 
@@ -204,9 +205,7 @@ class LeaveOut(Task):
             if not pairs:
                 continue
             predictions, splits = Predictions(labels, len(pairs)), [(at, *pair) for at, pair in enumerate(pairs)]
-            predict_splits(
-                predictions, features, splits, self.config.neighbors, context.baselines, components=COMPONENTS
-            )
+            predict_splits(predictions, features, splits, self.config.neighbors, context, components=COMPONENTS)
             for metric, short, words in (("accuracy",) * 3, ("macro_f1", "macro F1", "macro-F1")):
                 named = f"{short}, new {role}", f"{words}, {MANY[role]} not seen"
                 columns.append(replace(predictions.column("", metric, *named), n_units=len(pairs)))

@@ -54,8 +54,8 @@ def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[
             seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
             together = {kind: stacked([of_level[kind] for of_level in seen.values()]) for kind in seen[WHOLE]}
             with small_problems():
-                fitted = {level: fit_all(of, labels, neighbors, context.baselines) for level, of in seen.items()}
-                on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context.baselines)
+                fitted = {level: fit_all(of, labels, neighbors, context) for level, of in seen.items()}
+                on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context)
                 predictions.record(WHOLE, repeat, test, predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test)))
                 for level in levels:
                     tested = rows_of(cells[level], test)

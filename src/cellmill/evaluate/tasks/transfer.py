@@ -197,7 +197,7 @@ class Transfer(Task):
             return TaskResult(figures=numbers, skipped=f"no label in common: fitted {theirs}, tested {own or 'none'}")
         seen, given = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
-            predicted = predict_all(fit_all(seen, labels, config.neighbors, context.baselines), given)
+            predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
         predicted[MAJORITY] = majority(labels, len(known))
         predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)))
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
