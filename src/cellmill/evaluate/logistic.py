@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import scipy.sparse as sp
 from scipy.linalg import LinAlgError
-from scipy.linalg.blas import saxpy
+from scipy.linalg.blas import daxpy
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
 from sklearn import linear_model
 from sklearn.exceptions import ConvergenceWarning
@@ -135,7 +135,7 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
     `targets` are `(classes, cells)`, one-hot.
     """
-    n, share, rough = len(features), CURVATURE / len(features), features.astype(np.float32)
+    n, share = len(features), CURVATURE / len(features)
 
     def loss(x: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:
         """Objective, and probabilities `(classes, cells)`."""
@@ -152,9 +152,7 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
         gradient = ((probabilities - targets) / n - share * logits) @ features + x
         if np.abs(gradient).max() <= TOLERANCE:
             break
-        # a step need not be exact: in half of the precision it takes half of the time
-        step = _newton_step(rough, *(array.astype(np.float32) for array in (probabilities, gradient))).astype(float)
-        along = step @ features.T
+        step, along = _newton_step(features, probabilities, gradient)
         slope, length = np.vdot(gradient, step), 1.0
         while True:
             new, new_logits = x + length * step, logits + length * along
@@ -168,13 +166,19 @@ def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return x
 
 
-def _newton_step(features: np.ndarray, probabilities: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """The step, in the shape of `gradient`; all of float32. Works in place: to allocate takes as long as to add."""
-    n = np.float32(len(features))
-    weights, share = probabilities / n, np.float32(CURVATURE) / n
-    own, curved, shared = weights - share, np.empty_like(probabilities), np.empty_like(probabilities)
-    step, left, product, seen = np.zeros_like(gradient), -gradient, np.empty_like(gradient), np.empty_like(own)
-    direction, norm = left.copy(), np.vdot(left, left)
+def _newton_step(
+    features: np.ndarray, probabilities: np.ndarray, gradient: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The step, in the shape of `gradient`, and what it adds to the logits, `(classes, cells)`.
+
+    Works in place, on a direction and what it adds to the logits side by side: calls of numpy take the most time here.
+    """
+    size, weights = gradient.size, probabilities / len(features)
+    own = weights - CURVATURE / len(features)
+    both, moved = np.zeros((2, size + probabilities.size))
+    direction, seen = both[:size].reshape(gradient.shape), both[size:].reshape(probabilities.shape)
+    left, product, curved, shared = -gradient, np.empty_like(gradient), np.empty_like(own), np.empty_like(own)
+    direction[:], norm = left, np.vdot(left, left)
     enough = FORCING**2 * norm
     while norm > enough:
         np.dot(direction, features.T, out=seen)
@@ -185,9 +189,9 @@ def _newton_step(features: np.ndarray, probabilities: np.ndarray, gradient: np.n
         np.dot(curved, features, out=product)
         product += direction  # with the Hessian
         length = norm / np.vdot(direction, product)
-        saxpy(direction.ravel(), step.ravel(), a=length)
-        saxpy(product.ravel(), left.ravel(), a=-length)
+        daxpy(both, moved, a=length)
+        daxpy(product.ravel(), left.ravel(), a=-length)
         last, norm = norm, np.vdot(left, left)
         direction *= norm / last
         direction += left
-    return step
+    return moved[:size].reshape(gradient.shape), moved[size:].reshape(probabilities.shape)
