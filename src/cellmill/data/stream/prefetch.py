@@ -1,9 +1,9 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
 Each block is read by one `preadv`, which scatters its cells to their positions in step order: windows of all own lanes
-are read into one buffer, in which the cells of a step stand together, lane after lane. So neither shuffling
-nor joining lanes costs a copy, and a batch is one slice. There are two buffers, one in use and one being filled; they
-are reused, because fresh memory costs about as much as the reading (a page fault per 4 KiB).
+are read into one buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining
+lanes costs a copy, and a step is one slice; small steps are given some at a time. There are two buffers, one in use and
+one being filled; they are reused, because fresh memory costs about as much as the reading (a page fault per 4 KiB).
 
 Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
 cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
