@@ -75,7 +75,7 @@ class Preprocess(Section):
     compression: Literal["gzip"] | None = Field(
         None,
         description="Compression of the preprocessed cells; any AnnData reader opens them. gzip takes a quarter of the "
-        "disk and 1.7 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are "
+        "disk and 2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are "
         "the same. `cellmill plan_corpus` prints the disk of both.",
     )
 
