@@ -8,7 +8,9 @@ label, drawn anew for each seed, the same for all rows of the table; classes of 
 pretrained with cell_decoding on these cells without labels, and on the files of `--pretrain`, once. A run for every
 method, number of labels and seed is given to Snakemake, whose rule predict labels the test cells, so a table that was
 interrupted goes on where it stopped. Every run makes the same number of optimizer steps, and its last checkpoint is
-judged: there is no validation, as labels are few. Regression is logistic, on log1p of counts per 10,000 of all genes,
+judged: there is no validation, as labels are few. Batches hold labelled cells alone, the default of classification, but
+for the rows `every cell in turn` and `unlabelled cells too`, in which half of them are labelled and cell_decoding is
+trained on all. Regression is logistic, on log1p of counts per 10,000 of all genes,
 on 50 principal components of them that are fitted to the training cells, and on the pretrained model's vectors, each
 standardised and as it is, the better one by test accuracy, which flatters them.
 """
@@ -38,6 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}, "train": {"lr": 1e-2}},
     "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}, "train": {"lr": 1e-2}},
     "full": {"finetune": FULL, "train": {"lr": 1e-2}},
+    "full, every cell in turn": {"finetune": FULL, "train": {"lr": 1e-2}, "stream": {"weight_by": None}},
+    "full, unlabelled cells too": {"finetune": FULL, "train": {"lr": 1e-2}, "decodes": True},
     "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}, "train": {"lr": 1e-2}},
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,10 +104,14 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
         runs["pretrained"]["objective"] = {"name": "cell_decoding", "batch_column": "dataset"}
     for k in given.shots:
         for seed in range(given.seeds):
-            objective = {"name": "classification", "label_column": f"label_{k}_{seed}"}
+            label = f"label_{k}_{seed}"
             for method in given.methods:
-                options = METHODS[method]
-                own = {"corpus": "labelled", "objective": objective, "init_from": "pretrained"} | options
+                options = METHODS[method] | {"objective": {"name": "classification", "label_column": label}}
+                if options.pop("decodes", False):
+                    parts = {"classification": {"label_column": label}, "cell_decoding": {}}
+                    options["objective"] = {"name": "sum", "parts": parts}
+                    options["stream"] = {"weight_by": label, "labelled_frac": 0.5}
+                own = {"corpus": "labelled", "init_from": "pretrained"} | options
                 own["train"] = {"steps": given.steps, "lr": 1e-3, "seed": seed} | options.get("train", {})
                 runs[run_name(method, k, seed)] = own
     tree = {
