@@ -111,7 +111,7 @@ def test_bf16_halves_activations_and_gathered_weights_but_no_weights_and_moments
         _memory(4, sharding_strategy="FULL_SHARD", precision=precision) for precision in ("32-true", "bf16-mixed")
     )
     assert (low.parameters, low.optimizer, low.logits) == (exact.parameters, exact.optimizer, exact.logits)
-    assert 2 * low.activations == exact.activations
+    assert low.activations == exact.activations // 2  # whole bytes
     assert 2 * low.gathered == exact.gathered
 
 

@@ -68,7 +68,7 @@ def test_the_results_belong_to_the_cells(done: tuple[Project, str]) -> None:
     assert (status["state"], status["step"], status["world_size"]) == ("done", 12, 2)
     metrics = json.loads((results / "runs/tiny/evaluate/metrics.json").read_text())
     rows = metrics["datasets"]["sim"]["tasks"]["probe"]["rows"]
-    assert {row["kind"] for row in rows} == {"model", "baseline"}
+    assert {row["kind"] for row in rows} == {"model", "variant", "baseline"}
     assert "tiny" in (results / "report/index.html").read_text()
 
 

@@ -26,15 +26,16 @@ SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
-    """Step where the bool scalar `applied` is true, else leave all bit for bit; waits unless `fused` on a GPU."""
+    """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits unless `fused`."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     if first is None:
         return
-    if not fused or first.device.type == "cpu":  # there the gradients are waited for anyway
+    if not fused:
         if applied.item():
             optimizer.step()
         return
-    optimizer.found_inf = (~applied).to(torch.float32)  # type: ignore[attr-defined]
+    # torch would copy it without blocking, and a step on the CPU would read it before it is there
+    optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
     optimizer.step()
 
 
