@@ -65,7 +65,7 @@ class CachedClassifiers:
         """Predicted classes, text `(cells,)`, by every classifier."""
         found, of_cells = {}, _digest(self._digest, _arrays(features))
         for name, classifier in self._classifiers.items():
-            if (key := _digest(f"{classifier!r} on {of_cells}", [])) not in self._known:
+            if (key := _digest(f"{name}: {classifier!r} on {of_cells}", [])) not in self._known:
                 self._known[key] = self._classes[self._fitted(name).predict(features)]
             found[name] = self._known[key]
         return found
