@@ -100,6 +100,15 @@ def test_of_many_jobs_at_once_one_has_the_folder(tmp_path: Path) -> None:
     )
 
 
+def test_a_claim_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    own = claim(tmp_path, "1")
+    written = own.file.read_text()
+    own.file.write_text(written[:5])
+    seconds = iter([lambda: own.file.write_text(written), lambda: os.utime(own.file)])
+    with pytest.raises(Claimed, match=rf"^job 1 is training in {tmp_path}; job 2 ends$"):
+        claim(tmp_path, "2", wait=lambda _: next(seconds)())
+
+
 def test_a_job_that_ended_leaves_the_folder_at_once(tmp_path: Path) -> None:
     claim(tmp_path, "1").release()
     assert claim(tmp_path, "2", wait=never).job == "2"

@@ -159,7 +159,7 @@ class Claim:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
-            raise Claimed(f"job {_read(newest)[0]} has taken over from job {self.job}, which was silent for too long")
+            raise Claimed(f"job {_read(newest)[0] or 'of another launcher'} has taken over from job {self.job}, which was silent for too long")
         with suppress(OSError):  # a full disk or a server in trouble: the next one may succeed
             os.utime(self.file)
             self.renewed = now
@@ -206,6 +206,9 @@ def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) ->
     while (sign := _last_sign(newest)) is not None:  # None: removed, since there is a newer one
         modified, silent_s = sign
         other, released = _read(newest)
+        if not other and silent_s < LEASE_S:  # a claim of this moment: its job is not written yet
+            wait(TICK_S)
+            continue
         first = first or modified
         if released or (modified == first and silent_s >= LEASE_S):
             return
@@ -222,12 +225,12 @@ def _newest(claims: Path) -> Path | None:
 
 
 def _read(file: Path) -> tuple[str, bool]:
-    """The job of a claim, for messages, and if it has released it."""
+    """The job of a claim, empty while it is being written, and if it has released the claim."""
     try:
         claim = read_json(file)
         return str(claim["job"]), bool(claim["released"])
-    except (DataError, KeyError, TypeError):  # being written
-        return "of another launcher", False
+    except (DataError, KeyError, TypeError):
+        return "", False
 
 
 def _last_sign(file: Path) -> tuple[int, float] | None:
