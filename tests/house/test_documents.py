@@ -82,6 +82,14 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
     jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
+def test_the_complete_configuration_of_finetune_md_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetune.md").read_text(), re.M | re.S)
+    [whole] = [block for block in blocks if "corpora:" in block]
+    (tmp_path / "tuned.yaml").write_text(whole)
+    assert load_config(tmp_path / "tuned.yaml").runs["tuned"].init_from == "./models/pbmc"
+
+
 def test_the_schema_refuses_what_the_program_refuses() -> None:
     schema = json.loads((ROOT / SCHEMA).read_text())
     good = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())

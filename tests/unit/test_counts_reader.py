@@ -15,13 +15,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from limits import limited
 
+from cellmill.config.load import load_config
 from cellmill.data.arrays import counts_per_10k, row_sums, select_columns
 from cellmill.data.inputs import h5_walk, matrices
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.formats import declared_names, open_counts, open_dataset
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.check import check_datasets
 from cellmill.errors import DataError
 
 Make = Callable[..., Path]
@@ -374,6 +377,11 @@ def test_inputs_are_walked_once_before_they_are_opened(tmp_path: Path, monkeypat
     monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
     with pytest.raises(DataError, match="damaged: HDF5 was not through"):
         open_dataset(zeroed(tmp_path / "b.h5ad"))
+    monkeypatch.chdir(tmp_path)
+    Path("t.tsv").write_text("dataset\tpath\none\tb.h5ad\n")
+    Path("c.yaml").write_text("corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n")
+    with limited(), pytest.raises(DataError, match=r"^b\.h5ad: damaged: HDF5 was not through"):
+        check_datasets(load_config(Path("c.yaml")))
     whole = a_file(tmp_path / "a.h5ad")
     h5_walk.check_walk([whole])
     monkeypatch.setattr(h5_walk.sys, "executable", "/no such interpreter")

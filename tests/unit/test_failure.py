@@ -3,6 +3,8 @@
 import json
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -16,6 +18,7 @@ from cellmill.planner.search import is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train import failure
 from cellmill.train.failure import HangWatch, Position, error_line, hang_line, leave_reason
+from tests.models import train_options
 
 ECC = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"
 
@@ -139,6 +142,30 @@ def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.Monk
     watch = HangWatch()
     watch.start(0.4, lines.put)
     assert "waited 0.8 s (the least time to join) at" in lines.get(timeout=20)
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from cellmill.train import failure, worker
+failure.JOIN_S = 0.0
+worker.main(Path(sys.argv[1]), Path(sys.argv[1], "error.txt"), "cpu")
+"""
+
+
+def test_a_start_that_a_rank_never_joins_ends_after_timeout_s_with_its_name(tmp_path: Path) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("nodes/0", "node6")
+    options = train_options(train={"steps": 1, "timeout_s": 2}).model_dump(mode="json")
+    (tmp_path / "run.json").write_text(json.dumps({"options": options}))
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    places |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    environment = os.environ | {name: str(value) for name, value in places.items()}
+    subprocess.run([sys.executable, "-c", ALONE, tmp_path], env=environment, capture_output=True, check=False)
+    assert (tmp_path / "error.txt").read_text() == (
+        "rank 1 on node6 does not respond; the other ranks have waited 2 s (train.timeout_s) at joining the process "
+        "group"
+    )
 
 
 def test_waiting_for_a_checkpoint_has_no_timeout() -> None:

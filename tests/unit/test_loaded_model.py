@@ -111,8 +111,9 @@ def test_labels_are_those_of_the_command(
     few = ad.read_h5ad(cells)[:9, :20].copy()
     few.write_h5ad(tmp_path / "few.h5ad")
     arguments[4] = str(tmp_path / "few.h5ad")
-    assert main([*arguments, "--min-expressed-frac", "0.9"]) == 2
-    assert "embed.min_expressed_frac is 0.9; " in capsys.readouterr().err
+    for stage in ("embed", "predict"):
+        assert main([stage, *arguments[1:], "--min-expressed-frac", "0.9"]) == 2
+        assert "embed.min_expressed_frac is 0.9; " in capsys.readouterr().err
     assert main([*arguments, "--min-coverage-frac", "2"]) == 2
     assert capsys.readouterr().err == (
         "cellmill predict: the command: embed.min_coverage_frac: input should be less than or equal to 1, got '2'\n"

@@ -133,6 +133,7 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch, task: NodeTask, restart: int = 0
     for node in range(NODES):
         monkeypatch.setenv("SLURM_NODEID", str(node))
         environment = task.environment(StepNode.of_this_process(), restart)
+        assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == task.interface == "ib0"
         monkeypatch.setenv(VARIABLE, environment[VARIABLE])
         found.append(Rendezvous.from_environment())
     return found
@@ -141,7 +142,7 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch, task: NodeTask, restart: int = 0
 def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8")
+    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8", interface="ib0")
     task = replace(NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path), secret="of the job")
     found = rendezvous(monkeypatch, task)
     assert [place.node for place in found] == list(range(NODES))

@@ -143,6 +143,18 @@ def test_columns_of_one_name_are_genes_of_their_ids_or_summed(make_h5ad: Make, t
     assert select_columns(block, target, 2).toarray().tolist() == [[10, 4], [8, 0]]
 
 
+def test_the_share_of_counts_on_unknown_names_is_printed_and_above_2_percent_warned_of(
+    make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lost, warned in ((1, False), (3, True)):
+        path = make_h5ad(np.array([[99 - lost, 1, lost]], np.float32), genes=["TP53", "BRCA2", "odd"])
+        run(path, tmp_path / "out.h5ad")
+        printed = capsys.readouterr().out
+        assert f"d: {1 - lost / 100:.1%} of counts on genes with an Ensembl id\n" in printed
+        line = f"d: warning: {lost / 100:.1%} of its counts are on genes whose names are not known, most of them on "
+        assert (f"{line}'odd'; " in printed) == ("warning" in printed) == warned
+
+
 def test_a_cell_left_without_genes_is_dropped(make_h5ad: Make, tmp_path: Path) -> None:
     matrix = np.zeros((5, 3), np.float32)
     matrix[:4, 0] = 1

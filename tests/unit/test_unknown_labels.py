@@ -61,10 +61,13 @@ def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path
     return result
 
 
-def test_evaluation_names_labels_that_the_model_does_not_know(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_evaluation_names_labels_that_the_model_does_not_know(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     cells = _cells(tmp_path, corpus, ["T cell", "HSC", "HSC", None, "B cell", "Mast"])
     n = {kind: int(count) for kind, count in ad.read_h5ad(cells).obs["kind"].value_counts().items()}
     result = _reconstruct(corpus, tmp_path, _model(tmp_path, corpus), cells)
+    assert "\ncells: 100.0% of counts on known genes\n" in capsys.readouterr().out
     assert result["figures"]["n_targets"] == n["T cell"] + n["B cell"]
     assert result["figures"]["unknown_labels"] == {"HSC": n["HSC"], "Mast": n["Mast"]}
     assert result["figures"]["n_cells_of_unknown_labels"] == n["HSC"] + n["Mast"]
@@ -108,6 +111,7 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
         (obs["kind"] == "unknown").sum(),
     )
     lines = capsys.readouterr().out.splitlines()
+    assert "cells: 100.0% of counts on known genes" in lines
     assert (
         f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
         f"({equal / known.sum():.3f})"
