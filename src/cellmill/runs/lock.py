@@ -159,7 +159,8 @@ class Claim:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
-            raise Claimed(f"job {_read(newest)[0] or 'of another launcher'} has taken over from job {self.job}, which was silent for too long")
+            other = _read(newest)[0] or "of another launcher"
+            raise Claimed(f"job {other} has taken over from job {self.job}, which was silent for too long")
         with suppress(OSError):  # a full disk or a server in trouble: the next one may succeed
             os.utime(self.file)
             self.renewed = now
