@@ -13,9 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from scipy.stats import rankdata
 from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import PCA
 from sklearn.dummy import DummyClassifier
+from sklearn.feature_selection import SelectKBest, f_classif
 from sklearn.metrics import confusion_matrix, f1_score
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsClassifier
@@ -25,10 +27,11 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.evaluate import features as features_module
 from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import choose_cells, features_of_counts, read_rows
+from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, read_rows
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts
 from cellmill.evaluate.tasks.classify import (
@@ -84,7 +87,15 @@ def _columns(predictions: Predictions) -> list[ScoreColumn]:
     return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
 
 
-def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed() -> None:
+def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
+    centred = rankdata(genes.toarray(), axis=1) - (genes.shape[1] + 1) / 2
+    return np.asarray(centred / np.maximum(centred.std(1, keepdims=True), 1e-9))
+
+
+def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(features_module, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
     features = {"embedding": embedding, "untrained": noise, "all genes": genes}
@@ -107,6 +118,8 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
         expected[f"{kind} + logistic regression"] = (make_pipeline(*first, scaler, linear), values)
         expected[f"{kind} + logistic regression, unscaled"] = (make_pipeline(*first, linear), values)
         expected[f"{kind} + kNN"] = (make_pipeline(*first, KNeighborsClassifier(7)), values)
+    ranked = make_pipeline(SelectKBest(f_classif, k=20), dense, regression(sparse=False))
+    expected["rank-z genes, ANOVA + logistic regression"] = ranked, _rank_z(genes)
     assert set(rows) == set(expected)
     for name, (pipeline, values) in expected.items():
         confusion = np.zeros((3, 3), np.int64)
@@ -122,7 +135,26 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
         assert predictions.confusion("", name)["counts"] == confusion.tolist(), name
     assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
     kinds = sorted(row["kind"] for row in rows.values())
-    assert kinds == 13 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
+    assert kinds == 14 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
+
+
+def test_genes_by_rank_share_ranks_among_equal_counts_and_those_that_differ_most_between_classes_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(2)
+    values = random.poisson(0.7, (40, 300))
+    values[7], values[8] = 0, 3  # a cell without a count, and one of equal counts
+    counts = sp.csr_matrix(values)
+    counts.data[:20] = 0  # stored
+    labels = np.array(["a", "b"] * 20)
+    expected = _rank_z(log_normalise(counts))
+    ranked = RankedGenes(log_normalise(counts))
+    np.testing.assert_allclose(ranked.select(np.arange(40), labels), expected, atol=1e-9)
+    monkeypatch.setattr(features_module, "RANKED_GENES", 25)
+    train = np.arange(4, 30)
+    f, _ = f_classif(expected[train], labels[train])
+    largest = np.sort(np.argsort(-f)[:25])
+    np.testing.assert_allclose(ranked.select(train, labels[train]), expected[:, largest], atol=1e-9)
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:
@@ -266,7 +298,7 @@ def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context
     assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (len(classes), len(classes), 0)
     assert n_classes[str(most + 1)] < len(classes)
     assert (left_out["3"], left_out[str(most)], left_out["500"]) == ("none", "none", ", ".join(classes))
-    assert (result.metric, len(rows)) == ("3 per class", 4 * 3)
+    assert (result.metric, len(rows)) == ("3 per class", 4 * 3 + 1)
     assert result.verdicts[0].metric == "accuracy, 3 per class"
     json.dumps(result.to_json(), allow_nan=False)
 

@@ -69,6 +69,7 @@ def test_the_table_has_every_baseline_and_random_weights_are_no_better_than_untr
         "PCA50 of the training cells + kNN",
         "all genes + kNN",
         "all genes + logistic regression",
+        "rank-z genes, ANOVA + logistic regression",
     }
     # the exported model has the initial weights of seed 0, like the untrained one
     own, untrained = rows["embedding + logistic regression"], rows["untrained + logistic regression"]

@@ -97,6 +97,7 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
         "PCA50 of the fitted cells",
         "PCA50 of the fitted cells, scaled genes",
         "all shared genes",
+        "rank-z genes, ANOVA",
         "majority",
     }
     assert result["metric"] == "accuracy"

@@ -1,8 +1,9 @@
 """Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out` (docs/evaluation.md).
 
 All kinds of features get the same splits and classifiers: the embedding; the same architecture untrained; 50 principal
-components of the model's training cells; all genes of the cell (log(1 + counts per 10,000)). Everything fitted, scalers
-and components included, is fitted on the training cells of a split or of the model.
+components of the model's training cells; all genes of the cell (log(1 + counts per 10,000)); the genes by rank within
+the cell that differ most between the classes of the training cells. Everything fitted, scalers and components included,
+is fitted on the training cells of a split or of the model.
 
 `probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
 training cells of the fold, and on the embedding, standardised over these cells, beside the components of the model's
@@ -30,6 +31,8 @@ from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import (
     ALL_GENES,
     OF_TRAINING,
+    RANKED,
+    RankedGenes,
     cell_features,
     fit_all,
     labelled_cells,
@@ -89,10 +92,10 @@ def predict_splits(
     With `components`, also those of the largest class, of so many principal components of the training cells, and of
     the embedding beside those of the model's.
     """
-    labels = predictions.labels
+    labels, ranked = predictions.labels, RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
         with small_problems():
-            given = dict(features)
+            given = {**features, RANKED: ranked.select(train, labels[train])}
             if components:
                 given |= _components(features[ALL_GENES], train, components, context.baselines)
                 given |= _beside(features, train)

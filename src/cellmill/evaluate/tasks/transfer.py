@@ -24,7 +24,16 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import OF_TRAINING, choose_cells, fit_all, predict_all, read_rows, small_problems
+from cellmill.evaluate.features import (
+    OF_TRAINING,
+    RANKED,
+    RankedGenes,
+    choose_cells,
+    fit_all,
+    predict_all,
+    read_rows,
+    small_problems,
+)
 from cellmill.evaluate.predict import tally
 from cellmill.evaluate.scores import (
     EMBEDDING,
@@ -146,6 +155,9 @@ def transfer_features(
             components.fit(profiles[0])
             both[name] = [components.transform(part) for part in profiles]
     both[ALL_SHARED] = profiles
+    n, labels = len(whole[0]), np.concatenate([group.labels for group in fitted])
+    ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
+    both[RANKED] = ranked[:n], ranked[n:]
     return {name: parts[0] for name, parts in both.items()}, {name: parts[1] for name, parts in both.items()}
 
 
