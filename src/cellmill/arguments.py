@@ -132,6 +132,12 @@ def _add_model(stages: Any) -> None:
     _add_given(predict, "embed", "min_coverage_frac", "min_expressed_frac")
     _add_given(predict, "predict", "min_probability", "min_accuracy")
 
+    knock_out = _stage(stages, "knock_out", "remove genes one by one and measure how far embeddings move", "run")
+    knock_out.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    knock_out.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
+    _add(knock_out, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    knock_out.add_argument("--out", type=Path, required=True, help="the .h5ad to write: cells by genes")
+
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
     evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")

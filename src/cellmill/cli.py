@@ -27,7 +27,7 @@ MODULES = {
     "stages.train": ("train",),
     "stages.export": ("pull", "consolidate"),
     "stages.cells": ("embed", "embed_external", "predict", "generate"),
-    "stages.evaluate": ("evaluate", "predict_changes"),
+    "stages.evaluate": ("evaluate", "knock_out", "predict_changes"),
     "stages.report": ("report", "sweep"),
     "commands.status": ("status", "watch"),
     "commands.run": ("attach", "cancel", "logs", "follow"),
@@ -99,7 +99,9 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
     if text is not None:
         return check_options(OPTIONS[stage], *_sections(text))
-    if stage in ("embed", "predict") and name is None and config == CONFIG:  # an exported model needs no configuration
+    if (
+        stage in ("embed", "knock_out", "predict") and name is None and config == CONFIG
+    ):  # an exported model needs no configuration
         return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)

@@ -30,11 +30,16 @@ class Stopped(UserError):
     exit_code = 75  # EX_TEMPFAIL: try again later
 
 
+_LISTED = 40
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Hint for an unknown `name`: the closest of `known`, or all of them."""
+    """Hint for an unknown `name`: the closest of `known`, or the first of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
+    return f"there are: {', '.join(known[:_LISTED]) or 'none'}{more}"
 
 
 @contextmanager

@@ -66,6 +66,9 @@ ELSEWHERE = {
         "objective.loss objective.huber_delta objective.number_hidden objective.number_dropout "
         "objective.head_hidden objective.head_dropout"
     ),
+    "unit/test_knock_out.py": (
+        "knock_out.genes knock_out.cells knock_out.min_cells knock_out.null_genes knock_out.seed"
+    ),
     "distributed/test_bad_steps.py": "train.max_bad_steps",
     "distributed/test_branches.py": "train.keep_steps",
     "distributed/test_compile.py": "parallel.compile",

@@ -124,8 +124,9 @@ def test_a_changed_profile_reruns_nothing(done: tuple[Project, str]) -> None:
 def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: Project) -> None:
     shutil.copy(CASES / "finetune" / "config" / "config.yaml", finished.folder / "config")
     folder = finished.folder / "results/runs/adapted"
-    targets = [f"results/runs/adapted/{name}" for name in ("predictions/sim.h5ad", "evaluate/metrics.json")]
-    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict"], 1), "nothing of the first run"
+    made = "predictions/sim.h5ad", "knock_out/sim.h5ad", "evaluate/metrics.json"
+    targets = [f"results/runs/adapted/{name}" for name in made]
+    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict", "knock_out"], 1), "nothing of the first run"
     finished.ran(*targets)
     before, after = (load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder))
     moved = {name for name in before.keys() & after.keys() if not np.array_equal(before[name], after[name])}
@@ -134,6 +135,7 @@ def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: P
     predicted = ad.read_h5ad(folder / "predictions/sim.h5ad")
     assert {*predicted.obs["cellmill_label"]} <= {*predicted.obs["cell_type"], "unknown"}
     assert predicted.n_obs == ad.read_h5ad(finished.folder / FILES["preprocess"][0], backed="r").n_obs
+    assert ad.read_h5ad(folder / "knock_out/sim.h5ad").obs_names.isin(predicted.obs_names).all()
     metrics = json.loads((folder / "evaluate/metrics.json").read_text())
     assert metrics["model"]["supervised_by"] == ["cell_type"]
     assert metrics["datasets"]["sim"]["supervised"]

@@ -81,6 +81,34 @@ rule predict:
         " --out {output:q} 2>&1 | tee -i {log:q}"
 
 
+# Shifts of embeddings without each gene; only on request: results/runs/{run}/knock_out/{dataset}.h5ad.
+rule knock_out:
+    input:
+        weights="results/runs/{run}/model/model.safetensors",
+        config="results/runs/{run}/model/config.json",
+        vocabulary="results/runs/{run}/model/vocabulary.tsv",
+        cells=jobs.of_corpus("{corpus}/cells/{dataset}.h5ad"),
+    output:
+        "results/runs/{run}/knock_out/{dataset}.h5ad",
+    log:
+        "logs/knock_out/{run}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/knock_out/{run}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        image
+    threads: 4
+    resources:
+        mem_mb=sized(32000, 3),
+        runtime=sized(240, 25),
+    params:
+        options=jobs.options("knock_out"),
+    shell:
+        'cellmill knock_out --options {params.options:q} --model "$(dirname {input.weights:q})" --input {input.cells:q}'
+        " --out {output:q} 2>&1 | tee -i {log:q}"
+
+
 rule evaluate:
     input:
         weights="results/runs/{run}{at}/model/model.safetensors",

@@ -12,7 +12,7 @@ from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import Track
-from cellmill.config.run import Consolidate, Embed, Plan, Predict, Report, Stream, Train
+from cellmill.config.run import Consolidate, Embed, KnockOut, Plan, Predict, Report, Stream, Train
 from cellmill.config.section import Section
 
 
@@ -75,6 +75,10 @@ class PredictOptions(EmbedOptions):
     predict: Predict = Field(default_factory=lambda: Predict.model_validate({}))
 
 
+class KnockOutOptions(EmbedOptions):
+    knock_out: KnockOut = Field(default_factory=lambda: KnockOut.model_validate({}))
+
+
 class EvaluateOptions(Section):
     evaluate: Evaluate
 
@@ -94,6 +98,7 @@ OPTIONS: dict[str, type[Section]] = {
     "consolidate": ConsolidateOptions,
     "embed": EmbedOptions,
     "predict": PredictOptions,
+    "knock_out": KnockOutOptions,
     "evaluate": EvaluateOptions,
     "predict_changes": EvaluateOptions,
     "report": ReportOptions,

@@ -330,6 +330,22 @@ class Predict(Section):
         return self
 
 
+class KnockOut(Section):
+    """In-silico knock-out: shifts of embeddings when the counts of one gene are removed."""
+
+    genes: list[str] | None = Field(
+        None, min_length=1, description="Ids or symbols; null removes each gene that min_cells of the cells express."
+    )
+    cells: int = Field(1000, ge=1, description="Cells drawn from the dataset at most.")
+    min_cells: int = Field(20, ge=1, description="Minimum number of drawn cells that express a gene.")
+    null_genes: int = Field(
+        100,
+        ge=1,
+        description="Other genes of the most similar expression, each removed too, that a gene is compared with.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the draw of cells.")
+
+
 class Report(Section):
     """The report page over all runs."""
 

@@ -22,6 +22,7 @@ from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
     EvaluateOptions,
+    KnockOutOptions,
     PlanOptions,
     PredictOptions,
     PreprocessOptions,
@@ -147,7 +148,7 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     )
 
 
-class RunConfig(EvaluateOptions, PredictOptions, ConsolidateOptions, PlanOptions):
+class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
     corpus: str = Field(description="Name of its corpus.")

@@ -207,10 +207,15 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def embed_checked(
-    reader: CountsReader, model: Model, vocabulary: Vocabulary, tokens: Tokens, section: Embed
+    reader: CountsReader,
+    model: Model,
+    vocabulary: Vocabulary,
+    tokens: Tokens,
+    section: Embed,
+    chosen: np.ndarray | None = None,
 ) -> Embedding:
-    """Embeddings of all cells. Raises DataError if the model knows too little of the file, or the file of the model."""
-    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, precision=section.precision)
+    """`embed_cells`. Raises DataError if the model knows too little of the file, or the file of the model."""
+    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, chosen, section.precision)
     if embedding.coverage_frac < (least := section.min_coverage_frac):
         raise DataError(
             f"{reader.path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "

@@ -192,7 +192,7 @@ def request_text(machine: Machine) -> str:
     return ", ".join(filter(None, parts))
 
 
-ON_A_GPU = ("embed", "embed_external", "predict", "evaluate", "predict_changes")
+ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
 DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},

@@ -1,4 +1,4 @@
-"""Stages that evaluate the exported model on cells it was not trained on: evaluate and predict_changes.
+"""Stages that evaluate the exported model on cells it was not trained on: evaluate, knock_out and predict_changes.
 
 evaluate writes metrics.json last:
 
@@ -14,6 +14,9 @@ evaluate writes metrics.json last:
 
 umap.tsv beside it has the drawn cells, scores.csv the numbers of all rows, one a line. The seconds of a task are the
 only number that varies from one evaluation to the next.
+
+knock_out writes an .h5ad: X is how far each drawn cell's embedding moves without the counts of each gene, var the
+summary by gene (`evaluate/knock_out.py`). It may be given any cells, those of the training too.
 
 predict_changes writes the predictions that task `perturbation` scores (of the first of its repetitions) beside the
 measured cells (`evaluate/tasks/perturbation.py`), for packages that compare cells (workflow/rules/bridges.smk).
@@ -32,19 +35,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 
 from cellmill.config.evaluate import Evaluate, check_transfer
-from cellmill.config.options import EvaluateOptions
+from cellmill.config.options import EvaluateOptions, KnockOutOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.plugin import in_one_line
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.fetch import local_input
-from cellmill.data.inputs.h5 import check_h5ad
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.embed import gene_coverage
+from cellmill.evaluate.embed import gene_coverage, limits_of, load_for_inference
+from cellmill.evaluate.knock_out import knock_out_genes
 from cellmill.evaluate.results import read_costs, read_embedding, write_scores
 from cellmill.evaluate.scores import draw_cells, failures
 from cellmill.evaluate.task import (
@@ -60,6 +66,7 @@ from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import progress, sha256_file, write_json
 
+SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
@@ -261,6 +268,31 @@ def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
             "evaluate.tasks"
         ) from None
     return entry
+
+
+def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, counts: str, out: Path) -> None:
+    """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out` (.h5ad)."""
+    check_h5ad(out, "--out")
+    path, section = local_input(input), options.knock_out
+    network, vocabulary, tokens, _ = load_for_inference(model)
+    with open_dataset(path, counts) as reader:
+        found = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
+        obs = reader.obs.iloc[found.cells]
+    about = {
+        "model_digest": sha256_file(model / "model.safetensors"),
+        "vocabulary_digest": vocabulary.digest,
+        **section.model_dump(exclude={"genes"}),
+    }
+    with create_h5(out) as file:
+        write_anndata(file, ad.AnnData(found.shifts, obs=obs, var=found.genes, uns={"cellmill": about}))
+    print(f"{path.stem}: {len(found.genes):,} genes removed one by one from {len(obs):,} cells -> {out}")
+    for line in limits_of(found.embedding):
+        print(f"{path.stem}: {line}")
+    for gene in found.genes.head(SHOWN).itertuples():
+        print(
+            f"{path.stem}: {gene.symbol} moves {gene.n_cells:,} cells by {gene.shift:.2g}, genes of similar expression "
+            f"by {gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
+        )
 
 
 def predict_changes(

@@ -1,0 +1,98 @@
+"""A knock-out equals embedding the cells again without the gene, and its null the nearest genes in expression."""
+
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import cellmill
+from cellmill.config.options import KnockOutOptions
+from cellmill.errors import ConfigError, DataError
+from cellmill.stages.evaluate import knock_out
+
+
+def _made(corpus: dict[str, Path], out: Path, **section: Any) -> ad.AnnData:
+    options = KnockOutOptions.model_validate({"embed": {}, "knock_out": section})
+    knock_out(options=options, model=corpus["model"], input=corpus["cells"], counts="X", out=out)
+    return ad.read_h5ad(out)
+
+
+def _shifts(corpus: dict[str, Path], cells: ad.AnnData, gene: str) -> np.ndarray:
+    """Shifts of all cells, from embeddings of whole files; NaN where the gene has no counts."""
+    model, without = cellmill.load(corpus["model"]), cells.copy()
+    counts = without.X.toarray()
+    column = cells.var_names.get_loc(gene)
+    expressed = counts[:, column] > 0
+    counts[:, column] = 0
+    without.X = sp.csr_matrix(counts)
+    before, after = (
+        vectors / np.linalg.norm(vectors, axis=1)[:, None] for vectors in map(model.embed, (cells, without))
+    )
+    return np.where(expressed, 1 - (before * after).sum(1), np.nan)
+
+
+def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = ad.read_h5ad(corpus["cells"])
+    counts = cells.X.toarray()
+    n_expressing = (counts > 0).sum(0)
+    genes = cells.var_names[np.argsort(-n_expressing)[[3, 40]]].tolist()
+    made = _made(corpus, tmp_path / "out.h5ad", genes=genes, null_genes=5)
+    assert sorted(made.var_names) == sorted(genes)
+    assert made.obs_names.tolist() == cells.obs_names.tolist()
+    assert (np.diff(made.var["z"]) <= 0).all()
+    logs = np.log1p(counts / counts.sum(1, keepdims=True) * 1e4)
+    expression = logs.sum(0) / np.maximum(n_expressing, 1)
+    for gene in genes:
+        row, column = made.var.loc[gene], cells.var_names.get_loc(gene)
+        expected = _shifts(corpus, cells, gene)
+        stored = made[:, gene].X.tocoo()
+        assert stored.row.tolist() == np.flatnonzero(np.isfinite(expected)).tolist()
+        np.testing.assert_allclose(stored.data, expected[stored.row], atol=2e-6)
+        assert row["n_cells"] == n_expressing[column]
+        np.testing.assert_allclose(
+            row[["expression", "shift"]].astype(float), [expression[column], np.nanmean(expected)], rtol=1e-3
+        )
+        others = [j for j in np.flatnonzero(n_expressing >= 20) if j != column]
+        nearest = sorted(others, key=lambda j: abs(expression[j] - expression[column]))[:5]
+        null = np.array([np.nanmean(_shifts(corpus, cells, cells.var_names[j])) for j in nearest])
+        np.testing.assert_allclose(row[["null_mean", "null_sd"]].astype(float), [null.mean(), null.std()], rtol=1e-3)
+        assert row["p"] == pytest.approx((1 + (null >= row["shift"]).sum()) / 6)
+        assert row["z"] == pytest.approx((row["shift"] - null.mean()) / null.std(), rel=1e-3)
+    printed = capsys.readouterr().out
+    assert f"2 genes removed one by one from {cells.n_obs} cells -> " in printed
+    assert f"{made.var['symbol'].iloc[0]} moves {made.var['n_cells'].iloc[0]:,} cells by " in printed
+
+
+def test_all_genes_of_enough_drawn_cells_are_removed_by_default(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    made = _made(corpus, tmp_path / "out.h5ad", cells=50, min_cells=25, null_genes=3, seed=4)
+    again = _made(corpus, tmp_path / "again.h5ad", cells=50, min_cells=25, null_genes=3, seed=4)
+    assert made.n_obs == 50
+    drawn = ad.read_h5ad(corpus["cells"])[made.obs_names]
+    n_expressing = np.asarray((drawn.X > 0).sum(0)).ravel()
+    assert {*made.var_names} == {*drawn.var_names[n_expressing >= 25]}
+    assert (made.X != again.X).nnz == 0
+    assert (
+        made.obs_names.tolist()
+        != _made(corpus, tmp_path / "b.h5ad", cells=50, min_cells=25, null_genes=1, seed=5).obs_names.tolist()
+    )
+
+
+def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    cells = ad.read_h5ad(corpus["cells"])
+    symbol = str(cells.var["symbol"].iloc[0])
+    with pytest.raises(
+        ConfigError, match=rf"^knock_out.genes: '{symbol}x' is not a gene of the model; did you mean '{symbol}'\?$"
+    ):
+        _made(corpus, tmp_path / "out.h5ad", genes=[f"{symbol}x"])
+    n = int((cells.X[:, 0] > 0).sum())
+    rare = f"^knock_out.genes: {symbol} has counts in {n} of the drawn cells, knock_out.min_cells is {cells.n_obs}; "
+    with pytest.raises(ConfigError, match=rare):
+        _made(corpus, tmp_path / "out.h5ad", genes=[symbol], min_cells=cells.n_obs)
+    with pytest.raises(DataError, match=r"no gene has counts in 9,999 of "):
+        _made(corpus, tmp_path / "out.h5ad", min_cells=9999)
+    assert not [*tmp_path.iterdir()]
