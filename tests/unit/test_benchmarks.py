@@ -1,6 +1,7 @@
 """Benchmarks run with tiny arguments, so that a script that no longer fits the source is found."""
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from cellmill.config import load_config
 
 TINY = {
     "budget.py": "--cells 256 --repeats 1",
@@ -39,6 +42,26 @@ def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, name: str) -> 
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|---" in done.stdout
+
+
+TRAINING = ("genes", "leave_out", "perturbations", "quality", "structure", "transfer")
+"""Scripts that train on files of real cells, which takes hours."""
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_benchmark_that_trains_writes_a_configuration_that_is_accepted(
+    root: Path, tmp_path: Path, simulated: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    script = importlib.import_module(name)
+    for file in ("pbmc_donor_a", "kang_wide"):  # whose genes `genes` reads
+        (tmp_path / f"{file}.h5ad").symlink_to(simulated)
+    monkeypatch.chdir(tmp_path)
+    given = {"folder": tmp_path, "data": tmp_path, "seeds": 1, "splits": [0]}
+    chosen = {key: list(getattr(script, key.upper(), ())) for key in ("datasets", "models")}
+    names = inspect.signature(script.write_runs).parameters
+    script.write_runs(**{key: value for key, value in (given | chosen).items() if key in names})
+    assert load_config(Path("config/config.yaml")).runs
 
 
 def test_a_ratio_above_its_budget_is_named_with_value_and_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
