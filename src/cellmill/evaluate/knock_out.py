@@ -64,10 +64,10 @@ def knock_out_genes(
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
-    asked = rows_of_genes(section, vocabulary, n_expressing)
-    if not len(asked):
+    wanted = rows_of_genes(section, vocabulary, n_expressing)
+    if not len(wanted):
         raise DataError(f"{reader.path}: no gene has counts in {section.min_cells:,} of {len(cells):,} drawn cells")
-    nulls = {gene: _nearest(gene, usable, expression)[: section.null_genes] for gene in asked.tolist()}
+    nulls = {gene: _nearest(gene, usable, expression)[: section.null_genes] for gene in wanted.tolist()}
 
     def shifts_of(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
@@ -81,7 +81,7 @@ def knock_out_genes(
         known = np.isfinite(shifts)
         return cells[known], shifts[known]
 
-    removed = sorted({*asked.tolist()}.union(*(null.tolist() for null in nulls.values())))
+    removed = sorted({*wanted.tolist()}.union(*(null.tolist() for null in nulls.values())))
     steps = progress(removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1)
     found = {gene: shifts_of(gene) for gene in steps}
     mean = {gene: float(shifts.mean()) if len(shifts) else float("nan") for gene, (_, shifts) in found.items()}
@@ -103,10 +103,10 @@ def knock_out_genes(
         )
     genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
-    by_gene = [found[gene] for gene in asked[order].tolist()]
+    by_gene = [found[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
     parts = [np.concatenate(part) for part in zip(*by_gene)]
-    matrix = sp.csc_matrix((parts[1], parts[0], ends), shape=(len(cells), len(asked)))
+    matrix = sp.csc_matrix((parts[1], parts[0], ends), shape=(len(cells), len(wanted)))
     return KnockedOut(cells, matrix.tocsr(), genes.iloc[order], embedding)
 
 
