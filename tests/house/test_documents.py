@@ -147,7 +147,7 @@ def test_every_stage_is_a_rule_a_command_and_a_row_of_the_documentation() -> Non
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(rules()) - {"all", "demo_data"}
     commands = {name for module, names in MODULES.items() if module.startswith("commands") for name in names}
-    commands |= {"import", "export", "profiles"}
+    commands |= {"export", "profiles"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - commands
     for stage in stages:
         assert re.search(rf"^\| {stage} \|", text, re.M), f"docs/stages.md has no row for {stage}"

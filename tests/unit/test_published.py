@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,9 @@ from torch.nn import functional as F
 
 from cellmill.cli import main
 from cellmill.commands.exchange import import_model
+from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.names import map_genes, match_columns
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -162,6 +165,30 @@ def test_tokens_are_the_rank_value_encoding_of_the_folders_medians(version: str,
         own = found[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]]
         assert np.diff(values).max() < -1e-6, "no ties, which Geneformer leaves open"
         assert own == expected
+
+
+@pytest.mark.parametrize("kind", ["V1", "V2", "scgpt"])
+def test_sections_read_while_planning_are_those_of_the_imported_model(kind: str, tmp_path: Path) -> None:
+    if kind == "scgpt":
+        published = PublishedFolder("scgpt", scgpt_folder(tmp_path / "published", NAMES))
+    else:
+        published = PublishedFolder("geneformer", geneformer_folder(tmp_path / "published", GENES, kind))
+    import_model(kind=published.kind, folder=published.folder, out=tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    sections = published.sections()
+    assert FamilyConfig.model_validate(sections["model"]).model_dump(mode="json") == config["model"]
+    assert Tokens.model_validate(sections["tokens"]).model_dump(mode="json") == config["tokens"]
+
+
+def test_each_published_folder_has_a_name_of_its_own_that_files_may_have() -> None:
+    names = [PublishedFolder.named_by(f"scgpt:{path}") for path in ("a/x", "b/x", "a:x", "../x y", "é" * 300, "..")]
+    assert len({folder.name for folder in names if folder is not None}) == 6
+    assert all(re.fullmatch(r"scgpt-[A-Za-z0-9._-]{1,70}", folder.name) for folder in names if folder is not None)
+    same = [PublishedFolder.named_by(f"scgpt:{path}") for path in ("a/x", "a/x/", "./a/x", "a/b/../x")]
+    assert len({folder.name for folder in same if folder is not None}) == 1
+    assert [PublishedFolder.named_by(other) for other in ("hf://a/b", "./scgpt", "scgpt:", "uce:x", "run")] == [
+        None
+    ] * 5
 
 
 class _Harmful:
@@ -521,6 +548,6 @@ def test_an_imported_model_is_trained(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_published_model_is_named(folder: Path, tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match=r"nothere: no such folder; give the folder with the published files$"):
         import_model(kind=kind, folder=tmp_path / "nothere", out=tmp_path / "out")
-    with pytest.raises(DataError, match=r"geneformer: this is a model folder of cellmill already; embed with it"):
+    with pytest.raises(DataError, match=r"geneformer: this is a model folder of cellmill already; use it as it is"):
         import_model(kind=kind, folder=folder / "geneformer", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

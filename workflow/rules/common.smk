@@ -45,6 +45,7 @@ wildcard_constraints:
     run="|".join(map(re.escape, pipeline.runs)),
     at=r"(/steps/[1-9]\d*)?",
     model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
+    published="|".join(map(re.escape, jobs.published)) or "a^",
     part=r"\d+-of-\d+",
     digest="[0-9a-f]{12}",
     external="|".join(sorted({re.escape(name) for run in pipeline.runs.values() for name in run.evaluate.external}))

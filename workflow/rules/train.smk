@@ -20,6 +20,31 @@ rule pull:
         "cellmill pull {wildcards.model:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
 
 
+# The files of a published model that a run starts from: `init_from: geneformer:FOLDER` or `scgpt:FOLDER`.
+rule import:
+    input:
+        jobs.published_files,
+    output:
+        "results/published/{published}/model.safetensors",
+        "results/published/{published}/config.json",
+        "results/published/{published}/vocabulary.tsv",
+    log:
+        "logs/import/{published}.log",
+    benchmark:
+        "results/benchmarks/import/{published}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    resources:
+        mem_mb=sized(8000),
+        runtime=sized(60),
+    params:
+        kind=lambda wildcards: jobs.published[wildcards.published].kind,
+        folder=lambda wildcards: jobs.published[wildcards.published].folder,
+        out=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "cellmill import {params.kind:q} {params.folder:q} --out {params.out:q} 2>&1 | tee -i {log:q}"
+
+
 rule plan:
     input:
         jobs.of_corpus("{corpus}/shards/manifest.json"),

@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError
 from cellmill.models.published.geneformer import import_geneformer
 from cellmill.models.published.scgpt import import_scgpt
 from cellmill.report.hub_card import hub_card
@@ -20,10 +20,6 @@ READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}
 
 def import_model(*, kind: str, folder: Path, out: Path, **options: Any) -> None:
     """Read the published layout `kind` in `folder` into the model folder `out`. Raises DataError if it is another."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; give the folder with the published files")
-    if (folder / "vocabulary.tsv").exists() and (folder / "model.safetensors").exists():
-        raise DataError(f"{folder}: this is a model folder of cellmill already; embed with it as it is")
     print(READERS[kind](folder, out, **options), flush=True)
 
 

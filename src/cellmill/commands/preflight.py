@@ -20,6 +20,7 @@ from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import layout
+from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.obs import choose_obs
@@ -98,6 +99,8 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
                 unused.add("embed_external")
             if not any("perturbation" in section.tasks for section in sections):
                 unused.add("predict_changes")
+            if not any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()):
+                unused.add("import")
             show(check_slurm(ask, partial(check_stages, parsed, unused)))
             try:
                 check_python(sys.executable)

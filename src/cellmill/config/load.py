@@ -20,6 +20,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
+from cellmill.config.published import PublishedFolder
 from cellmill.config.section import Section, error_line, explain, shown, unknown_key
 from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, mapping, sections_of
 from cellmill.errors import ConfigError, DataError
@@ -98,7 +99,13 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tr
 
 
 def stored_sections(parent: str) -> Tree | None:
-    """Sections of config.json of a model folder, or of a model of the hub; None if it is not there (yet)."""
+    """Sections of the model of a folder, published folder or model of the hub; None if it is not there (yet)."""
+    if (published := PublishedFolder.named_by(parent)) is not None:
+        try:
+            published.files()
+        except DataError:  # `check_inputs` reports the error
+            return None
+        return published.sections()
     folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
     if not (path := folder / "config.json").is_file():
         return None

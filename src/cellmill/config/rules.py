@@ -8,6 +8,7 @@ from typing import Any
 
 from cellmill.config.datasets import Dataset, ObsColumns, is_url
 from cellmill.config.evaluate import ExternalModel
+from cellmill.config.published import PublishedFolder
 from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, one_line
 from cellmill.files import digest, write_json
@@ -43,6 +44,8 @@ class JobFiles:
         self.writes = writes  # true if jobs run, so that files of options are written; known only once all rules are
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
+        named = [PublishedFolder.named_by(run.init_from or "") for run in self.runs.values()]
+        self.published = {folder.name: folder for folder in named if folder is not None}
 
     # options
 
@@ -147,8 +150,15 @@ class JobFiles:
             return []
         if parent in self.runs:
             return [f"results/runs/{parent}/model/model.safetensors"]
+        if (published := PublishedFolder.named_by(parent)) is not None:
+            return [f"{published.model}/model.safetensors"]
         folder = f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else Path(parent)
         return [f"{folder}/model.safetensors"]
+
+    @one_line()
+    def published_files(self, wildcards: Wildcards) -> list[str]:
+        """Files of a published folder that rule `import` reads."""
+        return [str(path) for path in self.published[wildcards.published].files()]
 
     def parents(self, wildcards: Wildcards) -> list[str]:
         """What the run waits for: the model that it starts from, and its trunk's end."""

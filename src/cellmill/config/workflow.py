@@ -32,6 +32,7 @@ from cellmill.config.options import (
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.plugin import validated
+from cellmill.config.published import PublishedFolder
 from cellmill.config.run import Report
 from cellmill.config.section import EachOnce, Section, part_of
 from cellmill.errors import ConfigError, did_you_mean
@@ -155,9 +156,10 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     init_from: str | None = Field(
         None,
         description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
-        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub. Sections model and "
-        "tokens are those of a run or folder where those at the top of the file do not fit. For a path or a hub "
-        "model, evaluate does not know which cells the model was trained on.",
+        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or "
+        "scgpt:FOLDER, with the published files of that model, which rule import reads. Sections model and tokens "
+        "are those of a run or folder where those at the top of the file do not fit. For all but a run, evaluate does "
+        "not know which cells the model was trained on.",
     )
     trunk: str | None = Field(
         None,
@@ -239,9 +241,10 @@ class Workflow(Section):
                     f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
                     f"vocabulary.variability of corpus {run.corpus} to yes"
                 )
-            if run.init_from is not None and run.init_from not in self.runs and "/" not in run.init_from:
+            parent = run.init_from or "/"
+            if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
                 raise ValueError(
-                    f"runs.{name}.init_from: no run {run.init_from!r}; there are: {', '.join(self.runs)}; the path of "
+                    f"runs.{name}.init_from: no run {parent!r}; there are: {', '.join(self.runs)}; the path of "
                     "a model folder has a `/`, such as ./NAME"
                 )
             self._refuse_circle(name, "init_from")

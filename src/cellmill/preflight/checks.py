@@ -197,6 +197,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
     **{stage: {"mem_mb": (16000, 12), "runtime": (240, 120)} for stage in ("divide", "shard_part", "shard")},
+    "import": {"mem_mb": (8000, None), "runtime": (60, None)},
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},

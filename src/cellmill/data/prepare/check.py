@@ -13,6 +13,7 @@ import pandas as pd
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import Dataset, is_url, read_label_map
+from cellmill.config.published import PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
@@ -156,8 +157,15 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         for external, model in run.evaluate.external.items():
             yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
         parent = run.init_from
-        if parent is not None and parent not in pipeline.runs and not is_url(parent):
+        if parent is None or parent in pipeline.runs or is_url(parent):
+            continue
+        if (published := PublishedFolder.named_by(parent)) is None:
             yield f"runs.{name}.init_from", str(Path(parent) / "model.safetensors")
+            continue
+        try:
+            yield from ((f"runs.{name}.init_from", str(path)) for path in published.files())
+        except DataError as error:
+            raise DataError(f"runs.{name}.init_from: {error}") from None
     yield from ((f"bridges.{package}", python) for package, python in pipeline.bridges.items() if "/" in python)
 
 

@@ -14,19 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from cellmill.config.parts.family import WEIGHTS_FORMAT
+from cellmill.config.published import read_mapping, require
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import read_json, require_file, sha256_file, write_json, write_text
+from cellmill.files import require_file, sha256_file, write_json, write_text
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import named_tensors
 
 
-def read_weights(folder: Path, *names: str) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Return the first of the files `names` and its CPU tensors; torch's are read with `weights_only`."""
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        raise DataError(f"{folder}: expected the weights in {' or '.join(names)}, got neither")
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the CPU tensors of a file; torch's are read with `weights_only`."""
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise almost anything
@@ -34,21 +32,7 @@ def read_weights(folder: Path, *names: str) -> tuple[Path, dict[str, torch.Tenso
         raise DataError(f"{path}: cannot be read safely: {line}") from None
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise DataError(f"{path}: expected tensors by name, got something else")
-    return path, dict(loaded)
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raises DataError for anything else."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a mapping, got {type(value).__name__}")
-    return value
-
-
-def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
-    if name not in mapping:
-        raise DataError(f"{path}: {name} is missing")
-    return mapping[name]
+    return dict(loaded)
 
 
 def check_tokens(path: Path, tokens: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.family import FamilyConfig, PostNormConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.published import DICTIONARIES, PublishedFolder, geneformer_sections, published_file, require
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -28,13 +29,6 @@ from cellmill.models.build import ModelSpec
 from cellmill.models.published import files
 
 HEAD = "cls.predictions."
-SIZES = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "ffn_hidden": "intermediate_size",
-}
-"""Our options, and BERT's."""
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
 LAYER = {
     "attention.output.dense": "out",
@@ -53,71 +47,38 @@ def import_geneformer(
 
     `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2), else the mean (V1).
     """
-    config_path = folder / "config.json"
-    config = _checked(config_path, files.read_mapping(config_path))
+    config_path, path, *_ = PublishedFolder("geneformer", folder).files()
+    sections = geneformer_sections(folder)
     tokens, genes = read_dictionaries(folder)
-    ends = "cls_eos" if "<cls>" in tokens and "<eos>" in tokens else "none"
-    if pooling == "cls" and ends == "none":
+    if pooling == "cls" and sections["model"]["ends"] == "none":
         raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
-    path, theirs = files.read_weights(folder, "model.safetensors", "pytorch_model.bin")
-    options = {
-        **{ours: config[name] for ours, name in SIZES.items()},
-        "family": "bert",
-        "dropout": config.get("hidden_dropout_prob", 0.1),
-        "activation": config["hidden_act"],
-        "norm_eps": config.get("layer_norm_eps", 1e-12),
-        "ends": ends,
-        "pooling": pooling or ("mean" if ends == "none" else "cls"),
-        "embed_layer": embed_layer,
-    }
-    model = check_options(FamilyConfig, options, "config.json")
-    longest = config["max_position_embeddings"] - model.n_ends
-    if longest < 1:
-        raise DataError(
-            f"{config_path}: max_position_embeddings: expected more than the {model.n_ends} of <cls> and <eos>, got "
-            f"{config['max_position_embeddings']}"
-        )
+    changed = {"embed_layer": embed_layer} | ({} if pooling is None else {"pooling": pooling})
+    model = check_options(FamilyConfig, sections["model"] | changed, str(config_path))
+    theirs = files.read_weights(path)
     spec = ModelSpec(
         model,
         ObjectiveConfig.model_validate({"name": "masked_gene", "cell_loss_weight": 0}),
-        Tokens.model_validate({"tokenizer": "rank", "max_tokens": longest}),
+        Tokens.model_validate(sections["tokens"]),
         genes.n_genes,
     )
     names = [*SPECIAL, *genes.gene_ids]
     rows = torch.tensor([int(tokens[name]) for name in names])
-    tensors = _renamed(path, theirs, model, rows, [int(tokens[name]) for name in ("<cls>", "<eos>")[: model.n_ends]])
+    ends = [int(require(folder, tokens, name)) for name in ("<cls>", "<eos>")[: model.n_ends]]
+    tensors = _renamed(path, theirs, model, rows, ends)
     source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
     n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
     untrained = files.write_model(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
     return (
-        f"{out}: {genes.n_genes:,} genes ({n_left_out:,} without a median left out), at most {longest:,} a cell, "
-        f"embedding: {model.pooling} of layer {embed_layer}; parameters without a source: {len(untrained)}"
+        f"{out}: {genes.n_genes:,} genes ({n_left_out:,} without a median left out), at most "
+        f"{spec.tokens.max_tokens:,} a cell, embedding: {model.pooling} of layer {embed_layer}; parameters without a "
+        f"source: {len(untrained)}"
     )
-
-
-def _checked(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    sizes = (*SIZES.values(), "max_position_embeddings")
-    for name in (*sizes, "hidden_act"):
-        files.require(path, config, name)
-    expected = {"model_type": ("bert",), "position_embedding_type": ("absolute",), "hidden_act": ("gelu", "relu")}
-    for name, known in expected.items():
-        if (value := config.get(name, known[0])) not in known:
-            raise DataError(f"{path}: {name}: expected {' or '.join(known)}, got {value!r}; it is no Geneformer")
-    if wrong := [name for name in sizes if not isinstance(config[name], int) or config[name] < 1]:
-        raise DataError(f"{path}: {wrong[0]}: expected a number above 0, got {config[wrong[0]]!r}")
-    return config
 
 
 def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
     """Tokens by name, and the genes that have a token and a median. Raises DataError."""
-    dictionaries: list[dict[str, Any]] = []
-    for name in ("token_dictionary", "gene_median_dictionary"):
-        paths = sorted(folder.glob(f"{name}*.pkl"))
-        if len(paths) != 1:
-            found = ", ".join(path.name for path in paths) or "none"
-            raise DataError(f"{folder}: expected one {name}*.pkl, got {found}; copy the one of these weights there")
-        dictionaries.append(files.read_numbers(paths[0]))
-    tokens, medians = dictionaries
+    tokens: dict[str, Any]
+    tokens, medians = (files.read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
     if missing := [name for name in SPECIAL if name not in tokens]:
         raise DataError(f"{folder}: token_dictionary: the token {missing[0]} is missing")
     files.check_tokens(folder / "token_dictionary", tokens)

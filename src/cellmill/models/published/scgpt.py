@@ -20,6 +20,7 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
+from cellmill.config.published import PublishedFolder, read_mapping, require, scgpt_sections
 from cellmill.data.genes.names import map_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -27,7 +28,6 @@ from cellmill.files import sha256_file
 from cellmill.models.build import ModelSpec
 from cellmill.models.published import files
 
-SIZES = {"hidden": "embsize", "layers": "nlayers", "heads": "nheads", "ffn_hidden": "d_hid"}  # our options, and scGPT's
 LAYER = {"norm1": "attention_norm", "linear1": "up", "linear2": "down", "norm2": "ffn_norm"}
 """Modules of a layer of scGPT, and ours."""
 QKV = ("self_attn.in_proj_{}", "self_attn.Wqkv.{}", "self_attn._impl.Wqkv.{}")
@@ -38,24 +38,20 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
-    path, theirs = files.read_weights(folder, "best_model.pt", "model.safetensors")
-    config_path = folder / "args.json"
-    config = _checked(config_path, files.read_mapping(config_path), path, theirs)
-    vocab_path = folder / "vocab.json"
-    tokens = files.read_mapping(vocab_path)
+    config_path, path, vocab_path = PublishedFolder("scgpt", folder).files()
+    sections, theirs = scgpt_sections(folder), files.read_weights(path)
+    if more := [name for name in theirs if name.startswith(("dsbn.", "bn."))]:
+        raise DataError(f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained")
+    tokens = read_mapping(vocab_path)
     for name in ("<pad>", "<cls>"):
-        files.require(vocab_path, tokens, name)
+        require(vocab_path, tokens, name)
     files.check_tokens(vocab_path, tokens)
     genes, rows, line = _vocabulary(vocab_path, tokens, organism)
-    bins = config.get("n_bins", 51)
-    sizes = {ours: config[name] for ours, name in SIZES.items()}
-    given = {"dropout": config.get("dropout", 0.2), "cls_value": config.get("pad_value", 0)}
-    fixed = {"family": "scgpt", "activation": "relu", "ends": "cls", "pooling": "cls"}
-    model = check_options(FamilyConfig, fixed | sizes | given, "args.json")
+    model = check_options(FamilyConfig, sections["model"], str(config_path))
     spec = ModelSpec(
         model,
         ObjectiveConfig.model_validate({"name": "cell_decoding"}),
-        Tokens.model_validate({"tokenizer": "binned", "bins": bins - 1, "max_tokens": max_tokens - 1}),
+        Tokens.model_validate(sections["tokens"] | {"max_tokens": max_tokens - 1}),
         genes.n_genes,
     )
     tensors = _renamed(path, theirs, model, rows, tokens)
@@ -65,21 +61,6 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
         f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
         f"parameters without a source: {len(untrained)}"
     )
-
-
-def _checked(path: Path, config: dict[str, Any], weights: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    for name in SIZES.values():
-        if not isinstance(files.require(path, config, name), int):
-            raise DataError(f"{path}: {name}: expected a number, got {config[name]!r}")
-    if type(bins := config.get("n_bins", 51)) is not int or bins < 3:
-        raise DataError(f"{path}: n_bins: expected a whole number from 3, got {bins!r}")
-    style = config.get("input_emb_style", "continuous")
-    if style != "continuous" or config.get("pre_norm"):
-        problem = "pre_norm is set" if config.get("pre_norm") else f"input_emb_style is {style!r}"
-        raise DataError(f"{path}: expected post-norm blocks over continuous values, but {problem}")
-    if more := [name for name in theirs if name.startswith(("dsbn.", "bn."))]:
-        raise DataError(f"{weights}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained")
-    return config
 
 
 def _vocabulary(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, torch.Tensor, str]:

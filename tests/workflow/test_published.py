@@ -1,0 +1,144 @@
+"""A run that starts from a published folder: planned without torch, imported, trained, and used for predictions."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import cellmill
+from cellmill.cli import main
+from cellmill.config.published import PublishedFolder
+from cellmill.data.genes.names import map_genes
+from cellmill.errors import DataError
+from cellmill.stages import data as demo_stage
+from tests.unit.published import geneformer_folder, scgpt_folder
+from tests.workflow.conftest import REPOSITORY, Project, jobs_in
+
+GENES = [f"ENSG{i:011d}" for i in range(1, 41)]
+KINDS = ("geneformer", "scgpt")
+EXAMPLE = "config/examples/published-to-predictions.yaml"
+
+
+def _line(project: Project, parent: str, **changed: object) -> str:
+    """The refusal of a dry run of a run that starts from `parent`."""
+    run = {"corpus": "sim", "init_from": parent} | changed
+    config = project.write_config("parent.yaml", runs={"tuned": run})
+    done = project.snakemake("--dry-run", "--configfile", config, "--", "results/runs/tuned/train/status.json")
+    assert done.returncode != 0
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("cellmill: ")]
+    return line.removeprefix("cellmill: ")
+
+
+def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_path: Path) -> None:
+    geneformer_folder(project.folder / "given" / "a b", GENES, "V2")
+    tuned = {"corpus": "sim", "init_from": "geneformer:given/a b", "objective": {"name": "masked_gene"}}
+    other = tuned | {"objective": {"name": "masked_gene", "mask_frac": 0.3}}
+    config = project.write_config("parent.yaml", runs={"tuned": tuned, "other": other})
+    (tmp_path / "torch.py").write_text("raise ImportError('a dry run imports no torch')\n")
+    targets = [f"results/runs/{name}/train/status.json" for name in ("tuned", "other")]
+    words = project.command("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    shown = subprocess.run(words, cwd=project.folder, env=environment, capture_output=True, text=True, check=True)
+    assert jobs_in(shown.stdout + shown.stderr) == {
+        **dict.fromkeys(["preprocess", "vocabulary", "shard", "import"], 1),
+        **dict.fromkeys(["plan", "train"], 2),
+    }
+    model = PublishedFolder("geneformer", Path("given/a b")).model
+    assert re.fullmatch(r"results/published/geneformer-a_b-[0-9a-f]{8}", model)
+    said = shown.stdout + shown.stderr
+    assert f"cellmill import geneformer 'given/a b' --out {model} " in said
+    assert len(re.findall(rf"cellmill train .* --init-from {model} ", said)) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dry_run(
+    kind: str, project: Project
+) -> None:
+    folder = project.folder / "given"
+    parent, start = f"{kind}:given", "runs.tuned.init_from: given"
+    assert _line(project, parent) == f"{start}: no such folder; give the folder with the published files"
+    if kind == "geneformer":
+        geneformer_folder(folder, GENES)
+        weights, names = "pytorch_model.bin", "model.safetensors or pytorch_model.bin"
+    else:
+        scgpt_folder(folder, ["GAPDH", "CD3D"])
+        weights, names = "best_model.pt", "best_model.pt or model.safetensors"
+    (folder / weights).rename(folder / "elsewhere")
+    objective = {"objective": {"name": "masked_gene" if kind == "geneformer" else "masked_value"}}
+    assert _line(project, parent, **objective) == (
+        f"{start}: expected one {names}, got none; copy the one of these weights there"
+    )
+    (folder / "elsewhere").rename(folder / weights)
+    family = "bert" if kind == "geneformer" else "scgpt"
+    assert _line(project, parent, model={"family": family, "hidden": 32}, **objective) == (
+        "config/parent.yaml + config/config.yaml: runs.tuned: model.hidden is 32, the model to start from "
+        f"({parent}) has 16; make them equal"
+    )
+    if kind == "geneformer":
+        (folder / "token_dictionary_other.pkl").write_bytes(pickle.dumps({}))
+        assert _line(project, parent, **objective) == (
+            f"{start}: expected one token_dictionary*.pkl, got token_dictionary_gc.pkl, token_dictionary_other.pkl; "
+            "copy the one of these weights there"
+        )
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ("vocabulary.tsv", "model.safetensors"):
+        (folder / name).touch()
+    with pytest.raises(DataError, match=r"given: this is a model folder of cellmill already; use it as it is$"):
+        PublishedFolder(kind, folder).files()
+
+
+@pytest.mark.full
+def test_the_example_leads_from_published_folders_to_predictions_in_one_command(tmp_path: Path) -> None:
+    try:
+        demo_stage.demo(out=tmp_path / "data" / "demo" / "pbmc68k.h5ad")
+    except DataError as error:  # no scanpy, with which these cells come: an extra
+        pytest.skip(str(error))
+    cells = ad.read_h5ad(tmp_path / "data" / "demo" / "pbmc68k.h5ad")
+    genes = sorted({gene for gene in map_genes(list(cells.var_names), cells.var, "human").gene_ids if gene})
+    geneformer_folder(tmp_path / "published" / "geneformer", genes[:-5], "V2", positions=96)
+    scgpt_folder(tmp_path / "published" / "scgpt", list(cells.var_names)[:-5])
+    shutil.copytree(REPOSITORY / "config" / "examples", tmp_path / "config" / "examples")
+    project = Project(tmp_path)
+    made = ["results/report/index.html", *(f"results/runs/{kind}/predictions/query.h5ad" for kind in KINDS)]
+    command = ["--configfile", EXAMPLE, "--replace-workflow-config", *made]
+    project.ran(*command)
+    for kind in KINDS:
+        _check_run(project.folder, kind)
+    page = (project.folder / "results/report/index.html").read_text()
+    assert all(name in page for name in ("PCA50", "all genes", *KINDS))
+    assert project.jobs(*command) == {}
+    weights = tmp_path / "published" / "scgpt" / "best_model.pt"
+    changed = torch.load(weights, weights_only=True)
+    torch.save({name: tensor * 1.01 for name, tensor in changed.items()}, weights)
+    again = ["import", "train", "consolidate", "embed", "predict", "evaluate", "report"]
+    assert project.jobs(*command) == dict.fromkeys(again, 1)
+
+
+def _check_run(folder: Path, kind: str) -> None:
+    published = PublishedFolder(kind, Path("published") / kind)
+    run, imported = folder / "results" / "runs" / kind, folder / published.model
+    assert main(["import", kind, str(folder / published.folder), "--out", str(folder / "by hand" / kind)]) == 0
+    by_hand, first = (load_file(path / "model.safetensors") for path in (folder / "by hand" / kind, imported))
+    assert all(torch.equal(by_hand[name], tensor) for name, tensor in first.items())
+    config, trained = (json.loads((path / "config.json").read_text()) for path in (imported, run / "model"))
+    assert config["model"] | {"embed_layer": 0} == trained["model"]
+    assert config["tokens"] == trained["tokens"]
+    weights = load_file(run / "model" / "model.safetensors")
+    moved = {float((weights[name] - first[name]).abs().max()) for name in first if name.startswith("blocks.")}
+    assert 0 < max(moved) < 0.1  # from the published weights, not from others
+    found = ad.read_h5ad(run / "predictions" / "query.h5ad")
+    query = ad.read_h5ad(folder / "results" / "corpora" / "labelled" / "cells" / "query.h5ad")
+    predicted = cellmill.load(run / "model").predict(query)
+    np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
+    rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"]["tasks"]["probe"]["rows"]
+    assert {row["kind"] for row in rows} >= {"model", "baseline"}
