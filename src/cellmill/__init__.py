@@ -22,3 +22,14 @@ def load(path: Path | str) -> Any:
     if isinstance(path, str) and path.startswith("hf://"):
         path = importlib.import_module("cellmill.models.hub").cached(path)
     return importlib.import_module("cellmill.evaluate.predict").LoadedModel(Path(path))
+
+
+def stream(manifest: Path | str, split: str = "train", **options: Any) -> Any:
+    """Return batches of tensors for a training loop of your own, as a `train.tensor_stream.TensorStream`.
+
+    >>> for batch in cellmill.stream("results/corpora/pbmc/shards/manifest.json", columns=["bulk_labels"]):
+    ...     batch["genes"], batch["values"], batch["cu_seqlens"], batch["levels"]
+
+    Its `state_dict()` resumes it at any step, at any number of ranks. Torch is imported by this call.
+    """
+    return importlib.import_module("cellmill.train.tensor_stream").TensorStream(Path(manifest), split, **options)

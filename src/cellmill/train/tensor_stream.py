@@ -1,0 +1,91 @@
+"""Batches of tensors for a training loop of your own, in the order in which a run reads cells: `cellmill.stream`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from cellmill.config.checks import check_rows
+from cellmill.config.load import check_options
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Stream, Train
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.errors import ConfigError
+from cellmill.models.batch import to_tensors
+
+NONE: Mapping[str, Any] = MappingProxyType({})
+FIELDS = ("genes", "values", "cu_seqlens", "cells", "counts", "levels", "numbers")
+
+
+class TensorStream:
+    """Cells of one split as CPU tensors: this rank's share of `global_batch` cells a step.
+
+    `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split `train` is shuffled
+    and goes on without end; `val` and `test` are read in the order on disk, from the start. `tokens` and `stream` are
+    the sections of the configuration of these names. `columns` are obs columns whose level codes a batch has, with the
+    names of the levels in `levels`, and `number_columns` those whose numbers it has. Raises ConfigError, or DataError
+    for shards that are damaged or have no such cells or columns.
+    """
+
+    def __init__(
+        self,
+        manifest: Path,
+        split: Literal["train", "val", "test"] = "train",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        tokens: Mapping[str, Any] = NONE,
+        stream: Mapping[str, Any] = NONE,
+        global_batch: int = Train.model_fields["global_batch"].default,
+        seed: int = Train.model_fields["seed"].default,
+        columns: Sequence[str] = (),
+        number_columns: Sequence[str] = (),
+        counts: bool = False,
+    ) -> None:
+        parsed, order = check_options(Tokens, dict(tokens), "tokens"), check_options(Stream, dict(stream), "stream")
+        opened = Manifest.read(manifest)
+        check_rows(parsed, opened, str(manifest), counts)
+        lanes, splits = order.lanes, ", ".join(opened.splits)
+        wrong = (
+            (parsed.needs_quantiles, "tokens.edges: expected the edges of the bins, which only a run fits, got null"),
+            (parsed.covariates, f"tokens.covariates: expected none, got {parsed.covariates}; name them in columns"),
+            (global_batch % lanes, f"global_batch: expected a multiple of stream.lanes {lanes}, got {global_batch}"),
+            (lanes % world_size, f"world_size: expected a divisor of stream.lanes {lanes}, got {world_size}"),
+            (not 0 <= rank < world_size, f"rank: expected 0 to {world_size - 1}, below world_size, got {rank}"),
+            (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
+        )
+        if problems := [message for is_wrong, message in wrong if is_wrong]:
+            raise ConfigError(problems[0])
+        self._cells = CellStream(
+            manifest,
+            split,
+            parsed,
+            order,
+            global_batch=global_batch,
+            token_budget=global_batch * parsed.max_tokens,  # so that no step is cut
+            rank=rank,
+            world=world_size,
+            seed=seed,
+            shuffle=split == "train",
+            counted=counts,
+            columns=dict.fromkeys(columns, "columns"),
+            number_columns=dict.fromkeys(number_columns, "number_columns"),
+        )
+        self._is_endless = split == "train"
+        self.n_genes, self.levels = opened.n_genes, self._cells.levels
+        self.state_dict, self.load_state_dict = self._cells.state_dict, self._cells.load_state_dict
+        self.close = self._cells.close
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return self._cells.steps_per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        done = self.state_dict()["step"] if self._is_endless else 0  # without shuffling always from the start
+        for [batch] in islice(self._cells, len(self) - done):
+            tensors = to_tensors(batch)
+            yield {name: value for name in FIELDS if (value := getattr(tensors, name)) is not None}

@@ -1,0 +1,167 @@
+"""`cellmill.stream`: the batches of a run as tensors, resumed exactly; the loops of the documentation run."""
+
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_corpus import write_corpus
+
+import cellmill
+from cellmill.config.parts.tokens import Tokens
+from cellmill.config.run import Stream
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.errors import ConfigError
+
+CELLS, LANES = 533, {"lanes": 8, "block_cells": 4, "window_blocks": 3}
+ROOT = Path(__file__).resolve().parents[2]
+LOOPS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.M | re.S)
+TORCH, LIGHTNING = (next(text for text in LOOPS if f"import {name}\n" in text) for name in ("torch", "lightning"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with the shards that the documentation names."""
+    made = tmp_path_factory.mktemp("tensors")
+    kinds = ["B", "T", "NK"]
+    obs = {"bulk_labels": [kinds[i % 3] for i in range(CELLS)], "age": [float(i % 90) for i in range(CELLS)]}
+    write_corpus(made / "results" / "corpora" / "pbmc", CELLS, obs=obs, val_frac=0.2)
+    return made
+
+
+def opened(folder: Path, split: str = "train", **options: Any) -> Any:
+    given = {"global_batch": 32, "stream": LANES, "tokens": {"max_tokens": 12}} | options
+    return cellmill.stream(folder / "results/corpora/pbmc/shards/manifest.json", split, **given)
+
+
+def epochs(stream: Any, n: int) -> list[list[dict[str, torch.Tensor]]]:
+    return [list(stream) for _ in range(n)]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> None:
+    stream = opened(folder, columns=["bulk_labels"], number_columns=["age"], counts=True)
+    found = epochs(stream, 3)
+    manifest, tokens = folder / "results/corpora/pbmc/shards/manifest.json", {"max_tokens": 12}
+    shared = {"global_batch": 32, "token_budget": 32 * 12, "rank": 0, "world": 1, "seed": 0}
+    engine = CellStream(manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared)
+    assert [len(epoch) for epoch in found] == 3 * [len(stream)] == 3 * [engine.steps_per_epoch]
+    for batch, [theirs] in zip((batch for epoch in found for batch in epoch), engine):
+        for name in ("genes", "values", "cu_seqlens", "cells"):
+            np.testing.assert_array_equal(batch[name].numpy(), getattr(theirs, name))
+    engine.close()
+    dtypes = {name: (str(tensor.dtype).removeprefix("torch."), tensor.dim()) for name, tensor in found[0][0].items()}
+    assert dtypes == {
+        "genes": ("int64", 1),
+        "values": ("float32", 1),
+        "cu_seqlens": ("int32", 1),
+        "cells": ("int64", 1),
+        "counts": ("int64", 1),
+        "levels": ("int64", 2),
+        "numbers": ("float64", 2),
+    }
+    assert stream.levels == {"bulk_labels": ("B", "NK", "T")}
+    train = [sorted(int(cell) for batch in epoch for cell in batch["cells"]) for epoch in found]
+    assert train == 3 * [list(range(len(train[0])))]
+    validated = opened(folder, "val")
+    once, again = epochs(validated, 2)
+    assert [int(cell) for batch in once for cell in batch["cells"]] == list(range(CELLS - len(train[0])))
+    for one, other in zip(once, again, strict=True):
+        assert_same(one, other)
+    stream.close()
+    validated.close()
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 13, 14, 20])  # 14 steps an epoch
+def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_ranks(step: int, folder: Path) -> None:
+    whole, first = (opened(folder, columns=["bulk_labels"]) for _ in range(2))
+    assert len(whole) == 14
+    expected = [batch for epoch in epochs(whole, 3) for batch in epoch]
+    for _ in range(step // 14):
+        list(first)
+    list(islice(first, step % 14))
+    state = first.state_dict()
+    again = opened(folder, columns=["bulk_labels"])
+    again.load_state_dict(state)
+    rest = [batch for epoch in epochs(again, 3 - step // 14) for batch in epoch]
+    for one, other in zip(rest, expected[step:], strict=True):
+        assert_same(one, other)
+    ranks = [opened(folder, columns=["bulk_labels"], rank=rank, world_size=4) for rank in range(4)]
+    for stream in ranks:
+        stream.load_state_dict(state)
+    for parts, batch in zip(zip(*ranks, strict=True), expected[step:]):
+        kinds = {int(cell): int(level) for part in parts for cell, level in zip(part["cells"], part["levels"][:, 0])}
+        assert kinds == dict(zip(batch["cells"].tolist(), batch["levels"][:, 0].tolist()))
+        assert sum(len(part["genes"]) for part in parts) == len(batch["genes"])
+    for stream in (whole, first, again, *ranks):
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 12}, "global_batch: expected a multiple of stream.lanes 8, got 12"),
+        ({"world_size": 3}, "world_size: expected a divisor of stream.lanes 8, got 3"),
+        ({"rank": 2, "world_size": 2}, "rank: expected 0 to 1, below world_size, got 2"),
+        ({"split": "all"}, "split: expected one of train, val, test, got 'all'"),
+        ({"stream": {"lane": 8}}, "stream: unknown key 'lane'; did you mean 'lanes'?"),
+        ({"tokens": {"covariates": ["age"]}}, "tokens.covariates: expected none, got ['age']; name them in columns"),
+        (
+            {"tokens": {"tokenizer": "binned", "binning": "quantile_corpus"}},
+            "tokens.edges: expected the edges of the bins, which only a run fits, got null",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ",".join(value),
+)
+def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        opened(folder, **options)
+
+
+def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(TORCH.splitlines()) <= 40
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(TORCH, names)
+    losses = names["losses"]
+    assert len(losses) == 3 * len(names["stream"])
+    assert np.mean(losses[-5:]) < losses[0]
+    later = cellmill.stream(
+        names["manifest"], columns=["bulk_labels"], global_batch=64, seed=1, stream={"equal_steps": True}
+    )
+    later.load_state_dict(torch.load("loop.pt")["stream"])
+    for one, other in zip(later, names["stream"], strict=True):
+        assert_same(one, other)
+    later.close()
+    names["stream"].close()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning: on workers of loaders, and on a device that is not used
+def test_the_loop_in_lightning_runs_and_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
+    assert len(LIGHTNING.splitlines()) <= 40
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").symlink_to(folder / "results")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "loop"}
+    exec(LIGHTNING, names)
+    steps = names["trainer"].global_step
+    assert steps == 2 * names["trainer"].num_training_batches
+    shared = {"accelerator": "cpu", "logger": False, "max_epochs": 2}
+    models = []
+    kept = lightning.pytorch.callbacks.ModelCheckpoint(".", "{step}", every_n_train_steps=9, save_top_k=-1)
+    for start in ({"callbacks": [kept]}, {}):
+        torch.manual_seed(0)
+        models.append(names["Classifier"]("results/corpora/pbmc/shards/manifest.json", "bulk_labels"))
+        path = None if start else "step=9.ckpt"  # within the second epoch
+        lightning.Trainer(**shared, **start).fit(models[-1], ckpt_path=path)
+    for name, tensor in names["model"].state_dict().items():
+        assert all(torch.equal(model.state_dict()[name], tensor) for model in models), name
