@@ -85,22 +85,11 @@ def knock_out_genes(
     steps = progress(removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1)
     found = {gene: shifts_of(gene) for gene in steps}
     mean = {gene: float(shifts.mean()) if len(shifts) else float("nan") for gene, (_, shifts) in found.items()}
-    rows = []
-    for gene, others in nulls.items():
-        null = np.array([mean[other] for other in others.tolist()])
-        null, spread = null[np.isfinite(null)], float(np.std(null)) if len(null) else 0.0
-        rows.append(
-            {
-                "symbol": vocabulary.symbols[gene],
-                "n_cells": len(found[gene][0]),
-                "expression": expression[gene],
-                "shift": mean[gene],
-                "null_mean": null.mean() if len(null) else np.nan,
-                "null_sd": spread if len(null) else np.nan,
-                "z": (mean[gene] - null.mean()) / spread if spread else np.nan,
-                "p": (1 + (null >= mean[gene]).sum()) / (1 + len(null)),
-            }
-        )
+    rows = [
+        {"symbol": vocabulary.symbols[gene], "n_cells": len(found[gene][0]), "expression": expression[gene]}
+        | _compared(mean[gene], np.array([mean[other] for other in others.tolist()]))
+        for gene, others in nulls.items()
+    ]
     genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
     by_gene = [found[gene] for gene in wanted[order].tolist()]
@@ -108,6 +97,16 @@ def knock_out_genes(
     parts = [np.concatenate(part) for part in zip(*by_gene)]
     matrix = sp.csc_matrix((parts[1], parts[0], ends), shape=(len(cells), len(wanted)))
     return KnockedOut(cells, matrix.tocsr(), genes.iloc[order], embedding)
+
+
+def _compared(shift: float, null: np.ndarray) -> dict[str, float]:
+    """A gene's shift beside those of its null genes."""
+    null = null[np.isfinite(null)]
+    if not len(null):
+        return {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
+    mean, sd = float(null.mean()), float(null.std())
+    p = (1 + int((null >= shift).sum())) / (1 + len(null))
+    return {"shift": shift, "null_mean": mean, "null_sd": sd, "z": (shift - mean) / sd if sd else np.nan, "p": p}
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
