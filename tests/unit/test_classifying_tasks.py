@@ -31,7 +31,7 @@ from cellmill.evaluate import features as features_module
 from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, read_rows
+from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, first_half, halves, read_rows
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts
 from cellmill.evaluate.tasks.classify import (
@@ -279,6 +279,37 @@ def _accuracies(
         float((classifier.fit(values[train], labels[train]).predict(values[test]) == labels[test]).mean())
         for *_, train, test in splits(cells, labels)
     ]
+
+
+def test_the_ceiling_of_a_cell_is_predicted_from_the_half_of_the_labels_that_its_own_is_not_in(
+    context: Context,
+) -> None:
+    cells, labels = _chosen(context, 3)
+    first = first_half(labels, seed=4)
+    for name in np.unique(labels):
+        assert abs(int(first[labels == name].sum()) - int((~first)[labels == name].sum())) <= 1
+    genes = log_normalise(read_rows(context.reader, cells))
+    expected = np.full(context.reader.n_obs, "", labels.dtype)
+    for tested in (first, ~first):
+        pipeline = make_pipeline(StandardScaler(with_mean=False), regression(sparse=True))
+        expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(genes[tested])
+    context = replace(context, baselines=BaselineCache())
+    np.testing.assert_array_equal(halves(context), expected)
+    assert len(context.baselines.known) == 2
+    accuracy = (expected[cells] == labels).mean()
+    assert 0.5 < accuracy < 1
+    for task in (FewShot(FewShotConfig(name="few_shot", shots=[3])), LowDepth(LowDepthConfig(repeats=1))):
+        result = task.run(context).to_json()
+        assert [gap["column"] for gap in result["gaps"]] == [
+            key[:-5] for key in result["rows"][0] if key.endswith("_mean")
+        ]
+        assert {gap["ceiling"][0] for gap in result["gaps"]} == {"all genes with half of the labels"}
+        assert {gap["zero"][0] for gap in result["gaps"]} == {"majority"}
+    assert [gap["ceiling"][1] for gap in result["gaps"]] == pytest.approx(7 * [accuracy])
+    largest = max((labels == name).mean() for name in labels)
+    assert [gap["zero"][1] for gap in result["gaps"]] == pytest.approx(7 * [largest])
+    first_words = result["gaps"][0]["words"]
+    assert f"{result['gaps'][0]['column']}: {result['gaps'][0]['model']['name']} {first_words}." in result["sentences"]
 
 
 def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context: Context) -> None:

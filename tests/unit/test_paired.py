@@ -15,10 +15,11 @@ from cellmill.evaluate.scores import (
     cell_scores,
     differences,
     paired_difference,
+    share_closed,
     table_rows,
 )
 from cellmill.evaluate.tasks.classify import draw_shots, stratified
-from cellmill.runs.verdict import compare, sentence
+from cellmill.runs.verdict import Closed, Gap, compare, gap_words, sentence
 
 METRICS = {"accuracy": (accuracy_score, {}), "macro_f1": (f1_score, {"average": "macro"})}
 METRICS |= {"weighted_f1": (f1_score, {"average": "weighted"})}
@@ -171,3 +172,97 @@ def test_a_lower_value_is_ahead_where_lower_is_better() -> None:
     assert sentence(verdict) == "model is ahead of frequency by 0.250 nats cross-entropy."
     assert (verdict.difference, verdict.interval, verdict.outcome) == (-0.25, None, "ahead")
     assert compare("a", "b", "nats", 0.2, (0.1, 0.3), lower_is_better=True).outcome == "behind"
+
+
+def test_the_share_of_a_gap_by_hand() -> None:
+    zero, ceiling = np.array([[0.0, 1, 0, 0, 1, 0, 0, 0]]), np.array([[1.0, 1, 1, 0, 1, 1, 1, 1]])
+    own = np.array([[1.0, 1, 0, 0, 1, 0, 0, 0]])
+    found = share_closed(own, zero, ceiling)
+    assert found is not None
+    # means 2/8, 7/8 and 3/8: a fifth of a gap of 5/8
+    half = 2.364624 * (np.var(own - 0.2 * ceiling - 0.8 * zero, ddof=1) / 8) ** 0.5 / 0.625  # 7 degrees of freedom
+    assert found == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-6)
+    more = [np.hstack([scores, np.ones((1, 2))]) for scores in (own, zero, ceiling)]
+    more[0][0, -1] = more[2][0, -2] = np.nan  # cells that one of the three does not test count for none
+    assert share_closed(*more) == pytest.approx(found)
+    assert share_closed(own, ceiling, zero) is None
+    assert share_closed(own, zero, zero) is None
+    for scores, share in ((zero, 0), (ceiling, 1)):  # exact, and so without a width
+        assert share_closed(scores, zero, ceiling) == pytest.approx((share, share, share), abs=1e-12)
+
+
+@pytest.mark.parametrize("own_right", [0.75, 0.97])
+def test_the_interval_of_a_share_is_that_of_a_bootstrap_over_cells(own_right: float) -> None:
+    random = np.random.default_rng(5)
+    difficulty = random.random(300)
+    zero, own, ceiling = ((difficulty < right).astype(float) for right in (0.35, own_right, 0.85))
+    flip = random.random((2, 300)) < 0.1
+    own, ceiling = np.where(flip[0], 1 - own, own), np.where(flip[1], 1 - ceiling, ceiling)
+    found = share_closed(own[None], zero[None], ceiling[None])
+    assert found is not None
+    drawn = random.integers(0, 300, (4000, 300))
+    means = [scores[drawn].mean(1) for scores in (own, zero, ceiling)]
+    low, high = np.quantile((means[0] - means[1]) / (means[2] - means[1]), [0.025, 0.975])
+    assert (found[2] - found[1]) == pytest.approx(high - low, rel=0.1)
+    assert found[1:] == pytest.approx((low, high), abs=0.03)  # a ratio is skewed
+
+
+def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_may_be_equal() -> None:
+    random = np.random.default_rng(0)
+    errors = {"embedding + ridge": 0.4, "embedding + kNN": 0.6, "all genes": 0.5, "mean": 0.9, "no change": 0.8}
+    scores = {name: value + 0.05 * random.random((1, 40)) for name, value in errors.items()}
+    trivial = {name: scores[name] for name in ("mean", "no change")}
+    column = ScoreColumn("MAE", "error", scores, lower_is_better=True, trivial=trivial)
+    assert column.gap() is None
+    ceiling = 0.3 + 0.05 * random.random((1, 40))
+    gap = replace(column, ceiling=("split halves", ceiling)).gap()
+    assert gap is not None
+    assert gap.zero == ("no change", pytest.approx(scores["no change"].mean()))
+    assert gap.ceiling == ("split halves", pytest.approx(ceiling.mean()))
+    assert gap.model is not None
+    assert gap.baseline is not None
+    assert (gap.model.name, gap.baseline.name) == ("embedding + ridge", "all genes")
+    assert (gap.model.percent, gap.baseline.percent) == pytest.approx((80, 60), abs=2)
+    assert gap.model.low < gap.model.percent < gap.model.high
+    for other in (trivial["no change"], trivial["mean"], scores["no change"] + random.normal(size=(1, 40))):
+        none = replace(column, ceiling=("split halves", other)).gap()
+        assert none is not None
+        assert (none.model, none.baseline) == (None, None)
+    two = replace(column, ceiling=("split halves", np.where(np.arange(40) < 38, np.nan, ceiling))).gap()
+    assert two is not None
+    assert two.model is None
+    few = replace(column, ceiling=("split halves", ceiling), n_units=2).gap()
+    assert few == replace(gap, model=None, baseline=None)
+
+
+def test_a_gap_in_words() -> None:
+    gap = Gap("accuracy", ("majority", 0.3527), ("all genes with half of the labels", 0.8101))
+    closed = replace(
+        gap, model=Closed("embedding + kNN", 87.4, 79.6, 94.2), baseline=Closed("all genes", 101.4, 90, 110)
+    )
+    assert gap_words(closed) == (
+        "closes 87 % (80 to 94) of the gap between majority 0.353 and all genes with half of the labels 0.810; "
+        "best baseline 101 %"
+    )
+    assert gap_words(gap) == (
+        "no scale: all genes with half of the labels 0.810 is not clearly better than majority 0.353"
+    )
+
+
+def test_the_scale_of_labels_is_over_the_tested_cells_from_the_largest_class_to_the_halves() -> None:
+    labels, halves = np.array(list("aaabbc")), np.array(list("aabbbx"))
+    made = Predictions(labels, 2, halves=halves)
+    for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
+        predicted = {name: np.array(list(text))[cells] for name, text in (("embedding", "abaabc"), ("other", "bbbbbb"))}
+        made.record("x", repetition, np.array(cells), predicted)
+    column = made.column("x", "accuracy", "x", "accuracy")
+    assert column.ceiling is not None
+    np.testing.assert_array_equal(column.trivial["majority"][0], [1, 1, np.nan, 0, np.nan, 0])
+    np.testing.assert_array_equal(column.trivial["majority"][1], [1, 1, 1, 0, 0, np.nan])
+    np.testing.assert_array_equal(column.ceiling[1][0], [1, 1, np.nan, 1, np.nan, 0])
+    np.testing.assert_array_equal(column.ceiling[1][1], [1, 1, 0, 1, 1, np.nan])
+    halves[5] = ""  # a class of too few cells for halves
+    assert np.isnan(made.column("x", "accuracy", "x", "accuracy").ceiling[1][0, 5])  # type: ignore[index]
+    assert made.column("x", "macro_f1", "x", "macro-F1").ceiling is None
+    halves[:] = ""
+    assert made.column("x", "accuracy", "x", "accuracy").gap() is None

@@ -115,7 +115,14 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     assert means[error.against] == min(means.values())
     assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}  # two perturbations are tested
     json.dumps(result.to_json(), allow_nan=False)
+    assert {gap.model for gap in result.gaps} == {None}
     folds = task.run(replace(screen, scored=np.ones_like(screen.scored)))
+    gaps = {gap.column: gap for gap in folds.gaps}
+    assert {gap.ceiling[0] for gap in folds.gaps} == {"split halves"}
+    assert gaps["Pearson, new perturbation"].zero[0] == "mean"
+    table = {row["name"]: row["MAE, new perturbation_mean"] for row in folds.rows}
+    name, error = gaps["MAE, new perturbation"].zero
+    assert error == pytest.approx(min(table["mean"], table["no change"])) == pytest.approx(table[name])
     assert folds.figures["perturbation_folds"] == 2 * 3
     assert folds.figures["batch_folds"] == 2
     assert {"same perturbation + mean", "mean"} <= {row["name"] for row in folds.rows}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reported import EVIL, LOSS, LOST, make_corpus, make_run, write
+from reported import CLOSED, EVIL, LOSS, LOST, make_corpus, make_run, write
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
@@ -91,6 +91,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
         "97.3 %", "min_genes: 5",
         "a vocabulary of 1 genes", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
+        f"(embedding + logistic regression), which {CLOSED}.", f"embedding + LR {CLOSED}.",
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
@@ -182,6 +183,18 @@ def test_comparisons_are_listed_by_their_outcomes() -> None:
     run = ReportedRun("run", None, None, None, None, evaluation)
     assert [sentences_of(outcome, run) for outcome in outcomes] == [["d: ahead"], ["d: level"], ["d: behind"]]
     assert sentences_of("level", replace(run, evaluation=None)) == []
+
+
+def test_a_gap_without_a_scale_is_in_the_table_and_not_in_the_first_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    metrics = json.loads((run / "evaluate/metrics.json").read_text())
+    words = "no scale: all 0.410 is not clearly better than majority 0.400"
+    metrics["datasets"]["pbmc"]["tasks"]["probe"]["gaps"] = [{"column": "accuracy", "words": words, "model": None}]
+    write(run / "evaluate/metrics.json", metrics)
+    text = " ".join(_Page(render("r", [read_run(run)], [])).text.split())
+    assert f"probe: accuracy {words}." in text
+    assert text.count("no scale") == 1
+    assert "(embedding + logistic regression)." in text
 
 
 def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:

@@ -106,6 +106,11 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     assert "transfer" in page
     assert result["sentences"][0] in html.unescape(page)
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
+    assert [gap["column"] for gap in result["gaps"]] == ["accuracy", "macro_f1", "weighted_f1"]
+    name, accuracy = result["gaps"][0]["zero"]
+    largest = max((labels[1] == label).mean() for label in labels[1])
+    assert name in ("majority", "largest class")
+    assert accuracy == pytest.approx(largest)
 
 
 def test_the_model_sees_the_shared_genes_alone_and_its_full_panel_is_in_no_verdict(

@@ -230,6 +230,35 @@ def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
     return sp.vstack(blocks, format="csr")
 
 
+def halves(context: Context) -> np.ndarray:
+    """Label of each cell, text `(n_obs,)`, by all genes' regression on the labels of the other half; "" for none.
+
+    Evaluated cells of labels with at least `folds` cells are divided into two stratified halves.
+    """
+    column, seed, scored = context.roles["label"], context.options.seed, np.flatnonzero(context.scored)
+    chosen = choose_cells(column.iloc[scored], context.options.folds, seed)
+    cells, labels = scored[chosen.cells], chosen.labels
+    found = np.full(context.reader.n_obs, "", dtype=labels.dtype)
+    if len(chosen.classes) < 2:
+        return found
+    counts = read_rows(context.reader, cells)
+    genes = log_normalise(summed(counts) if context.columns.ordered else counts)
+    first, classifier = first_half(labels, seed), {REGRESSION: LogisticRegression(standardised=True)}
+    with small_problems():
+        for tested in (first, ~first):
+            fitted = CachedClassifiers(context.baselines.known, classifier, genes[~tested], labels[~tested])
+            found[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
+    return found
+
+
+def first_half(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Mask, bool `(cells,)`, of a drawn half of the cells of each label, but for one."""
+    order = np.random.Generator(np.random.Philox(key=[seed, 6])).permutation(len(labels))
+    half = np.ones(len(labels), bool)
+    half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
+    return half
+
+
 @dataclass(frozen=True)
 class Labelled:
     cells: np.ndarray  # their indices, ascending; int64

@@ -11,12 +11,15 @@ with Satterthwaite's degrees of freedom. Cells of different folds count as indep
 2020, "Cross-validation confidence intervals for test error"). The interval does not cover other pretraining seeds,
 training cells, donors or batches.
 
+The share p of a gap that a method closes is a ratio of two such differences. Its interval is the one of the linear
+combination score - p * ceiling - (1 - p) * zero over the same cells and repetitions, divided by the gap (delta method).
+
 F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife, Efron 1981), which is
 coarse for classes of a few cells.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -26,7 +29,7 @@ from scipy.special import stdtrit
 
 from cellmill.config.evaluate import BaselineGate
 from cellmill.errors import ConfigError
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import FEWEST, Closed, Gap, Verdict, compare
 
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
 LEVEL = 0.95
@@ -94,6 +97,21 @@ def paired_difference(own: np.ndarray, other: np.ndarray) -> Difference:
     return Difference(mean, mean - half, mean + half, cells[0] ** 0.5)
 
 
+def share_closed(own: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> tuple[float, float, float] | None:
+    """Share of `ceiling` minus `zero` that `own` minus `zero` is, and its interval; None if that gap may be 0 or less.
+
+    Results of `cell_scores` of the same metric; where one of them is not tested, none counts.
+    """
+    known = np.isfinite(own + zero + ceiling)
+    own, zero, ceiling = (np.where(known, scores, np.nan) for scores in (own, zero, ceiling))
+    gap = paired_difference(ceiling, zero)
+    if gap.low <= 0:
+        return None
+    share = paired_difference(own, zero).mean / gap.mean
+    left = paired_difference(own - zero, share * (ceiling - zero))
+    return share, share + left.low / gap.mean, share + left.high / gap.mean
+
+
 def _clustered(sums: np.ndarray) -> tuple[float, int]:
     """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
     n = len(sums)
@@ -151,6 +169,8 @@ FULL_PANEL = f"{EMBEDDING}, full panel"  # of a dataset's own genes, where the o
 WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
 VARIANTS = (FULL_PANEL, WITH_COMPONENTS)  # features beside the model's own: in no verdict against the best baseline
 UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
+MAJORITY = "majority"
+HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
 EXTERNAL = "external: "  # beginning of the names of features by models of other packages: neither model nor baseline
 
 
@@ -163,6 +183,8 @@ class ScoreColumn:
     scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, where these are not the columns of `scores`
+    trivial: dict[str, np.ndarray] = field(default_factory=dict)  # scores of methods, the best of which closes 0 %
+    ceiling: tuple[str, np.ndarray] | None = None  # name and scores of what closes 100 %
 
     def mean(self, name: str) -> float:
         return float(np.nanmean(self.scores[name]))
@@ -175,8 +197,30 @@ class ScoreColumn:
 
     def compare(self, own: str, other: str) -> Verdict:
         found = paired_difference(self.scores[own], self.scores[other])
-        n = self.n_units or int(np.isfinite(self.scores[own] - self.scores[other]).any(axis=0).sum())
+        n = self._units(self.scores[own] - self.scores[other])
         return compare(own, other, self.metric, found.mean, (found.low, found.high), self.lower_is_better, n)
+
+    def _units(self, scores: np.ndarray) -> int:
+        return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
+
+    def gap(self) -> Gap | None:
+        """Percent that the best methods close of the gap between trivial ones and the ceiling; None without these."""
+        if not self.trivial or self.ceiling is None:
+            return None
+        sign = -1 if self.lower_is_better else 1
+        name, ceiling = self.ceiling
+        zero_name, zero = max(self.trivial.items(), key=lambda one: sign * np.nanmean(one[1]))
+        if not (known := np.isfinite(zero + ceiling)).any():
+            return None
+        gap = Gap(self.heading, (zero_name, float(zero[known].mean())), (name, float(ceiling[known].mean())))
+        closed = []
+        for row in (self.best(own=True), self.best(own=False)):
+            own = self.scores[row]
+            few = self._units(own + zero + ceiling) < FEWEST
+            if few or (share := share_closed(sign * own, sign * zero, sign * ceiling)) is None:
+                return gap
+            closed.append(Closed(row, *(100 * number for number in share)))
+        return replace(gap, model=closed[0], baseline=closed[1])
 
 
 @dataclass
@@ -186,6 +230,7 @@ class Predictions:
     labels: np.ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
+    halves: np.ndarray | None = None  # class of each cell by `features.halves`, the ceiling; "" for none
     by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does not test a cell."""
 
@@ -210,7 +255,19 @@ class Predictions:
     def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
         methods = self.by_condition[condition]
-        return ScoreColumn(heading, words, {name: cell_scores(metric, self.truth, of) for name, of in methods.items()})
+        scores = {name: cell_scores(metric, self.truth, of) for name, of in methods.items()}
+        column = ScoreColumn(heading, words, scores)
+        tested = next(iter(methods.values())) != NOT_TESTED
+        if self.halves is None or (metric != "accuracy" and (tested & (self.halves == "")).any()):
+            return column  # an F1 over some of the cells would be another one
+        number = {name: at for at, name in enumerate(self.classes)} | {"": NOT_TESTED}
+        ceiling = np.array([number.get(name, len(number)) for name in self.halves])
+        largest, best = (
+            cell_scores(metric, self.truth, np.where(tested, of, NOT_TESTED))
+            for of in (np.bincount(self.truth).argmax(), ceiling)
+        )
+        trivial = {MAJORITY: scores.get(MAJORITY, largest), "largest class": largest}
+        return replace(column, trivial=trivial, ceiling=(HALF_LABELS, best))
 
     def confusion(self, condition: str, name: str) -> dict[str, Any]:
         """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""

@@ -45,7 +45,7 @@ from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize, to_empty
-from cellmill.runs.verdict import Verdict, sentence
+from cellmill.runs.verdict import Gap, Verdict, gap_words, sentence
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,8 @@ class TaskResult:
     confusion: dict[str, Any] | None = None
     """Of one `row`: `classes`, and `counts` of cells, a list by true class of lists by predicted class."""
 
+    gaps: list[Gap] = field(default_factory=list)
+    """Percent of the gap to a ceiling that the best rows close, of each column with a natural scale."""
     notes: list[str] = field(default_factory=list)
     """Sentences shown behind those of the verdicts, such as on cells that are not judged."""
 
@@ -305,15 +307,16 @@ class TaskResult:
     def from_columns(
         cls, columns: list[ScoreColumn], numbers: dict[str, Any], judged: list[ScoreColumn] | None = None, **fields: Any
     ) -> Self:
-        """Table, verdicts and differences of `columns`, of which the first ranks the rows; `fields` replace others.
+        """Table, verdicts, differences and gaps of `columns`; the first ranks the rows, and `fields` replace others.
 
-        Columns that are not `judged`, by default all, have neither verdicts nor differences.
+        Columns that are not `judged`, by default all, are in the table alone.
         """
         judged = columns if judged is None else judged
         if "verdicts" not in fields:
             fields["verdicts"] = against_best(judged)
         computed = {"rows": table_rows(columns), "metric": columns[0].heading, "differences": differences(judged)}
-        return cls(**{"figures": numbers} | computed | fields)
+        gaps = [gap for column in judged if (gap := column.gap()) is not None]
+        return cls(**{"figures": numbers, "gaps": gaps} | computed | fields)
 
     def to_json(self) -> dict[str, Any]:
         """The task's entry in metrics.json."""
@@ -321,7 +324,9 @@ class TaskResult:
         for verdict in entry["verdicts"]:
             if verdict["n"] is None:
                 del verdict["n"]
-        return entry | {"sentences": [*map(sentence, self.verdicts), *entry.pop("notes")]}
+        entry["gaps"] = [asdict(gap) | {"words": gap_words(gap)} for gap in self.gaps]
+        closed = [f"{gap.column}: {f'{gap.model.name} ' if gap.model else ''}{gap_words(gap)}." for gap in self.gaps]
+        return entry | {"sentences": [*map(sentence, self.verdicts), *closed, *entry.pop("notes")]}
 
 
 def supervised_name(name: str, supervised: str | None) -> str:
@@ -343,7 +348,8 @@ def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
     verdicts = [replace(verdict, compared=named(verdict.compared)) for verdict in result.verdicts]
     differences = [line | {"compared": named(line["compared"])} for line in result.differences]
     confusion = result.confusion and result.confusion | {"row": named(result.confusion["row"])}
-    return replace(result, rows=rows, verdicts=verdicts, differences=differences, confusion=confusion)
+    gaps = [replace(gap, model=gap.model and replace(gap.model, name=named(gap.model.name))) for gap in result.gaps]
+    return replace(result, rows=rows, verdicts=verdicts, differences=differences, confusion=confusion, gaps=gaps)
 
 
 class Task:

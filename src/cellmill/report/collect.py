@@ -74,6 +74,12 @@ class CurveLine(BaseModel):
     effective_rank: float | None = None
 
 
+class GapEntry(BaseModel):
+    column: str
+    words: str
+    model: Object | None
+
+
 class TaskEntry(BaseModel):
     rows: list[Object]
     metric: str | None
@@ -82,6 +88,7 @@ class TaskEntry(BaseModel):
     figures: Object
     skipped: str | None
     differences: list[Object] = []
+    gaps: list[GapEntry] = []
     confusion: Object | None = None
 
     @field_validator("rows")

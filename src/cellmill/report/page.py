@@ -57,6 +57,7 @@ class Standing:
     regression: PairedDifference | None  # None where the task has no such baseline
     baseline: tuple[str, float] | None  # the best baseline of the task, and its value
     outcomes: Mapping[str, int]  # verdicts by outcome
+    gap: str | None  # in words, what the row closes of it; None without a scale
     best: bool = False  # highest of the dataset's runs, by the same task and metric
 
 
@@ -77,6 +78,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
                     regression=_difference(result, row),
                     baseline=best["baseline"][:2] if "baseline" in best else None,
                     outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
+                    gap=gap["words"] if (gap := TaskTable(result).gap) and gap["model"] else None,
                 )
                 found.append(standing)
                 break

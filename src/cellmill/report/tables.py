@@ -28,6 +28,8 @@ class TaskTable:
         self.rows: list[dict[str, Any]] = result["rows"]
         self.columns = list(columns(self.rows))
         self.metric: str = result["metric"] or ""
+        gaps = (gap for gap in result.get("gaps") or [] if gap["column"] == self.metric)
+        self.gap: dict[str, Any] | None = next(gaps, None)  # of the metric
 
     @property
     def best(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Verdicts: a comparison of two results as data, and the sentence that states it.
+"""Verdicts: a comparison of two results as data, and the sentence that states it; shares of a gap, likewise.
 
 A result is ahead or behind only where the 95 % interval of the difference leaves out 0; otherwise the two are level.
 With fewer than `FEWEST` independent units (perturbations, donors), or where all of them differ by the same, the
@@ -58,3 +58,39 @@ def sentence(verdict: Verdict) -> str:
         return "{} is level with {}: ".format(*names) + f"{signed}."
     relation = "is ahead of" if verdict.outcome == "ahead" else "is behind"
     return f"{names[0]} {relation} {names[1]} by {abs(verdict.difference):.3f} {verdict.metric}{over}."
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Percent of a gap that a method closes, with its 95 % interval; over 100 where it is better than the ceiling."""
+
+    name: str
+    percent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Gap of a column between the best trivial method and a ceiling, each by name and score, and who closes how much.
+
+    `model` and `baseline`, the best of each, are None where the ceiling is not clearly better: there is no scale.
+    """
+
+    column: str
+    zero: tuple[str, float]
+    ceiling: tuple[str, float]
+    model: Closed | None = None
+    baseline: Closed | None = None
+
+
+def gap_words(gap: Gap) -> str:
+    """The gap in words that follow the name of the model's row, if there is a scale."""
+    zero, ceiling = (f"{name} {score:.3f}" for name, score in (gap.zero, gap.ceiling))
+    if gap.model is None or gap.baseline is None:
+        return f"no scale: {ceiling} is not clearly better than {zero}"
+    percent, low, high = (round(number) for number in (gap.model.percent, gap.model.low, gap.model.high))
+    return (
+        f"closes {percent} % ({low} to {high}) of the gap between {zero} and {ceiling}; best baseline "
+        f"{round(gap.baseline.percent)} %"
+    )

@@ -35,16 +35,24 @@ from cellmill.evaluate.features import (
     RankedGenes,
     cell_features,
     fit_all,
+    halves,
     labelled_cells,
     predict_all,
     rows_of,
     small_problems,
 )
-from cellmill.evaluate.scores import EMBEDDING, WITH_COMPONENTS, Predictions, ScoreColumn, against_best, kind_of
+from cellmill.evaluate.scores import (
+    EMBEDDING,
+    MAJORITY,
+    WITH_COMPONENTS,
+    Predictions,
+    ScoreColumn,
+    against_best,
+    kind_of,
+)
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict
 
-MAJORITY = "majority"
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 FEWEST_TESTED = 5
 MANY = {"donor": "donors", "batch": "batches"}
@@ -62,7 +70,7 @@ class Probe(Task):
         if isinstance(chosen, TaskResult):
             return chosen
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
-        predictions = Predictions(chosen.labels, config.seeds)
+        predictions = Predictions(chosen.labels, config.seeds, halves=halves(context)[chosen.cells])
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(predictions, features, splits, config.neighbors, context, components=COMPONENTS)
         columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
@@ -158,7 +166,8 @@ class FewShot(Task):
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         if isinstance(chosen, TaskResult):
             return chosen
-        features, predictions = cell_features(context, chosen.cells), Predictions(chosen.labels, config.draws)
+        features = cell_features(context, chosen.cells)
+        predictions = Predictions(chosen.labels, config.draws, halves=halves(context)[chosen.cells])
         n_classes, left_out = {}, {}
         for shots in sorted(config.shots):
             classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
@@ -193,7 +202,7 @@ class LeaveOut(Task):
         if isinstance(chosen, TaskResult):
             return chosen
         columns: list[ScoreColumn] = []
-        labels, numbers = chosen.labels, chosen.numbers
+        labels, numbers, ceiling = chosen.labels, chosen.numbers, halves(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
@@ -207,7 +216,8 @@ class LeaveOut(Task):
             }
             if not pairs:
                 continue
-            predictions, splits = Predictions(labels, len(pairs)), [(at, *pair) for at, pair in enumerate(pairs)]
+            predictions = Predictions(labels, len(pairs), halves=ceiling)
+            splits = [(at, *pair) for at, pair in enumerate(pairs)]
             predict_splits(predictions, features, splits, self.config.neighbors, context, components=COMPONENTS)
             for metric, short, words in (("accuracy",) * 3, ("macro_f1", "macro F1", "macro-F1")):
                 named = f"{short}, new {role}", f"{words}, {MANY[role]} not seen"

@@ -16,6 +16,7 @@ from cellmill.config.parts.tasks import DegradedConfig, LowDepthConfig, MissingG
 from cellmill.evaluate.features import (
     features_of_counts,
     fit_all,
+    halves,
     keep_columns,
     labelled_cells,
     predict_all,
@@ -44,7 +45,8 @@ def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[
     chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
     if isinstance(chosen, TaskResult):
         return chosen
-    whole, predictions = read_rows(context.reader, chosen.cells), Predictions(chosen.labels, repeats)
+    whole = read_rows(context.reader, chosen.cells)
+    predictions = Predictions(chosen.labels, repeats, halves=halves(context)[chosen.cells])
     for repeat in range(repeats):
         generator = np.random.Generator(np.random.Philox(key=[options.seed, 1000 + repeat]))
         counts = {WHOLE: whole} | {name: degrade(whole, generator) for name, degrade in levels.items()}

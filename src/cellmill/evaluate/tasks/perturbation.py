@@ -185,7 +185,10 @@ class Perturbation(Task):
                     ceiling = defined.pop(CEILING, None)
                     if defined and ceiling is not None:
                         named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
-                        columns.append(ScoreColumn(*named, defined, lower_is_better=metric == "MAE"))
+                        trivial = {name: of for name, of in defined.items() if name in ("no change", "mean")}
+                        columns.append(
+                            ScoreColumn(*named, defined, metric == "MAE", trivial=trivial, ceiling=(CEILING, ceiling))
+                        )
                         ceilings.append(ScoreColumn(*named, {CEILING: ceiling}))
         if not columns:
             reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))

@@ -30,6 +30,7 @@ from cellmill.evaluate.features import (
     RankedGenes,
     choose_cells,
     fit_all,
+    halves,
     predict_all,
     read_rows,
     small_problems,
@@ -38,6 +39,7 @@ from cellmill.evaluate.predict import tally
 from cellmill.evaluate.scores import (
     EMBEDDING,
     FULL_PANEL,
+    MAJORITY,
     NOT_TESTED,
     UNTRAINED,
     Predictions,
@@ -45,7 +47,7 @@ from cellmill.evaluate.scores import (
     table_rows,
 )
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
-from cellmill.evaluate.tasks.classify import MAJORITY, METRICS, majority
+from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
 from cellmill.models.family import Model
 
@@ -64,6 +66,7 @@ class CellGroup:
     context: Context  # of the dataset; its file may be closed
     names: list[str]  # of each gene: as the model calls it, else as the file does; empty for no gene
     left_out: dict[str, int]  # numbers of the cells that are not in it
+    cells: np.ndarray  # their indices, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
     labels: np.ndarray  # class of each cell; text
     embedding: np.ndarray  # of all genes of the file
@@ -82,6 +85,7 @@ class CellGroup:
                 known[row] if row >= 0 else name if measured else ""
                 for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
             ],
+            cells=cells,
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             counts=read_rows(reader, cells),
             labels=chosen.labels,
@@ -90,7 +94,7 @@ class CellGroup:
 
     def without(self, cells: np.ndarray) -> Self:
         """The group without the cells of mask `cells`."""
-        of_cells = ("counts", "labels", "embedding")
+        of_cells = ("cells", "counts", "labels", "embedding")
         return replace(self, **{name: getattr(self, name)[np.flatnonzero(~cells)] for name in of_cells})
 
     def over(self, genes: list[str]) -> sp.csr_matrix:
@@ -211,7 +215,7 @@ class Transfer(Task):
         with small_problems():
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
         predicted[MAJORITY] = majority(labels, len(known))
-        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)))
+        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), halves(context)[tested.cells])
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
             if len(cells):
                 predictions.record(condition, 0, cells, {name: of[cells] for name, of in predicted.items()})
