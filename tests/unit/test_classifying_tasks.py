@@ -31,7 +31,15 @@ from cellmill.evaluate import features as features_module
 from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, first_half, halves, read_rows
+from cellmill.evaluate.features import (
+    RankedGenes,
+    choose_cells,
+    features_of_counts,
+    first_half,
+    halves,
+    read_rows,
+    variable_genes,
+)
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts
 from cellmill.evaluate.tasks.classify import (
@@ -155,6 +163,39 @@ def test_genes_by_rank_share_ranks_among_equal_counts_and_those_that_differ_most
     f, _ = f_classif(expected[train], labels[train])
     largest = np.sort(np.argsort(-f)[:25])
     np.testing.assert_allclose(ranked.select(train, labels[train]), expected[:, largest], atol=1e-9)
+
+
+def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chosen_on_the_training_cells() -> None:
+    random = np.random.default_rng(3)
+    labels, mean = np.array(["a", "b"] * 30), np.exp(random.normal(size=2100))
+    noisy = random.poisson(mean, (60, 2100))
+    noisy[:, ::7] *= 10 * (random.random((60, 300)) < 0.2)  # bursts
+    noisy[:, 5] = 0
+    genes, train = log_normalise(sp.csr_matrix(noisy.astype(np.uint32))), np.arange(40)
+    chosen = variable_genes(genes[train])
+    assert len(chosen) == 2000
+    assert 5 not in chosen
+    values = np.expm1(genes[train].toarray().astype(np.float64))
+    table = pd.DataFrame({"mean": values.mean(0), "variance": values.var(0)}).query("variance > 0")
+    table["dispersion"] = np.log(table["variance"] / table["mean"])
+    table["bin"] = pd.cut(np.log1p(table["mean"]), 20)
+    scores = (
+        table.groupby("bin", observed=True)["dispersion"].transform(lambda of: (of - of.mean()) / of.std()).fillna(1)
+    )
+    assert chosen.tolist() == sorted(scores.sort_values(ascending=False, kind="stable").index[:2000])
+    features = {"embedding": genes[:, :8].toarray(), "all genes": genes}
+    predictions = _predicted(features, labels, neighbors=3, components=4)
+    few = _predicted(features | {"all genes": genes[:, :2000]}, labels, neighbors=3, components=4)
+    named = {
+        f"PCA4 of variable genes + {name}" for name in ("logistic regression", "logistic regression, unscaled", "kNN")
+    }
+    assert set(predictions.by_condition[""]) - set(few.by_condition[""]) == named
+    pipeline = make_pipeline(PCA(4, svd_solver="arpack", random_state=0), KNeighborsClassifier(3))
+    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores["PCA4 of variable genes + kNN"]
+    for fitted, test in StratifiedKFold(5, shuffle=True, random_state=0).split(labels, labels):
+        panel = genes[:, variable_genes(genes[fitted])]
+        predicted = pipeline.fit(panel[fitted], labels[fitted]).predict(panel[test])
+        np.testing.assert_array_equal(right[test], predicted == labels[test])
 
 
 def test_components_are_fitted_on_the_training_cells_of_a_fold_only() -> None:

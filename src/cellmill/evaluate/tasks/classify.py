@@ -6,8 +6,9 @@ the cell that differ most between the classes of the training cells. Everything 
 is fitted on the training cells of a split or of the model.
 
 `probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
-training cells of the fold, and on the embedding, standardised over these cells, beside the components of the model's
-training cells: what the model adds to them. The number of folds is never lowered, so that runs stay comparable.
+training cells of the fold (of all genes, and of the most variable 2,000 where there are more), and on the embedding,
+standardised over these cells, beside the components of the model's training cells: what the model adds to them. The
+number of folds is never lowered, so that runs stay comparable.
 
 `few_shot`: each draw trains on a fixed number of cells of every class and tests on all others. Intervals are over cells
 and draws.
@@ -32,6 +33,7 @@ from cellmill.evaluate.features import (
     ALL_GENES,
     OF_TRAINING,
     RANKED,
+    VARIABLE_GENES,
     RankedGenes,
     cell_features,
     fit_all,
@@ -40,6 +42,7 @@ from cellmill.evaluate.features import (
     predict_all,
     rows_of,
     small_problems,
+    variable_genes,
 )
 from cellmill.evaluate.scores import (
     EMBEDDING,
@@ -121,12 +124,22 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
 
 
 def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> dict[str, np.ndarray]:
-    """Principal components fitted on `train`, of all cells; none where cells or genes are too few."""
+    """Principal components fitted on `train`, of all cells, of all genes and, if there are more, of the variable ones.
+
+    None where cells or genes are too few.
+    """
     if min(len(train), genes.shape[1]) < 2:
         return {}
-    fitted = pca((len(train), genes.shape[1]), components)
-    about = f"{fitted!r} fitted on {train.tolist()}"
-    return {f"PCA{components}": cache.features(about, genes, lambda: fitted.fit(genes[train]).transform(genes))}
+
+    def fitted(panel: Any) -> np.ndarray:
+        unfitted = pca((len(train), panel.shape[1]), components)
+        about = f"{unfitted!r} fitted on {train.tolist()}"
+        return cache.features(about, panel, lambda: unfitted.fit(panel[train]).transform(panel))
+
+    found = {f"PCA{components}": fitted(genes)}
+    if genes.shape[1] > VARIABLE_GENES:
+        found[f"PCA{components} of variable genes"] = fitted(genes[:, variable_genes(genes[train])])
+    return found
 
 
 def _beside(features: Mapping[str, Any], train: np.ndarray) -> dict[str, np.ndarray]:
