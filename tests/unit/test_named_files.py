@@ -40,6 +40,7 @@ def checked(options: str = "", made: str = "") -> str | None:
     ("options", "where"),
     [
         ("vocabulary: {genes: nope}", "corpora.c.vocabulary.genes: "),
+        ("vocabulary: {medians: nope}", "corpora.c.vocabulary.medians: "),
         ("preprocess: {reference_organism: human, orthologs: nope}", "corpora.c.preprocess.orthologs: "),
         ("model: {gene_vectors: nope, gene_vector_dim: 4}", "runs.r.model.gene_vectors: "),
         ("evaluate: {tasks: {grn: {edges: nope}}}", "runs.r.evaluate.tasks.grn.edges: "),

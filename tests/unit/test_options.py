@@ -122,7 +122,7 @@ ELSEWHERE = {
     "unit/test_stream.py": "stream.io_threads",
     "unit/test_sum.py": "objective.parts",
     "unit/test_supervised_contrastive.py": "objective.label_column objective.temperature",
-    "unit/test_vocabulary.py": "vocabulary.genes vocabulary.protein_coding",
+    "unit/test_vocabulary.py": "vocabulary.genes vocabulary.protein_coding vocabulary.medians",
     "unit/test_tokens.py": "tokens.bins tokens.binning tokens.max_value tokens.edges",
     "unit/test_trackers.py": "track.to track.observers",
     "unit/test_train_folder.py": "train.keep_checkpoints",

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch.nn import functional as F
 
 from cellmill.cli import main
 from cellmill.commands.exchange import import_model
+from cellmill.config.corpus import VocabularyConfig
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.published import PublishedFolder
+from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import map_genes, match_columns
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -504,6 +507,27 @@ def test_an_imported_model_embeds_the_demo_and_is_evaluated_on_it(kind: str, fol
     tasks = json.loads((tmp_path / "metrics.json").read_text())["datasets"]["pbmc"]["tasks"]
     assert tasks["probe"]["rows"]
     assert all(task["skipped"] is None for task in tasks.values())
+
+
+def test_tokens_of_a_corpus_with_the_models_medians_are_in_its_order(folder: Path) -> None:
+    model, cells = folder / "geneformer", folder / "cells" / "pbmc.h5ad"
+    _, theirs, tokens, _ = load_for_inference(model)
+    medians = {"medians": str(model / "vocabulary.tsv")}
+    ours, other = (build_vocabulary([cells], VocabularyConfig.model_validate(given)) for given in (medians, {}))
+
+    def order(vocabulary: Vocabulary) -> list[list[str]]:
+        """Genes of each cell in the order of its tokens, of those that the model has."""
+        with open_counts(cells) as reader:
+            columns, chosen = match_columns(reader, vocabulary), np.ones(reader.n_obs, bool)
+            longer = tokens.model_copy(update={"max_tokens": 2048})
+            [batch] = tokens_of(reader.rows(1000), columns, vocabulary, longer, chosen, np.zeros(2, np.int64))
+        names = [vocabulary.gene_ids[token - len(SPECIAL)] for token in batch.genes]
+        rows = (names[first:last] for first, last in pairwise(batch.cu_seqlens.tolist()))
+        return [[name for name in row if name in known] for row in rows]
+
+    known = {*theirs.gene_ids}
+    assert order(ours) == order(theirs) != order(other)
+    assert 0 < len({*ours.gene_ids} - known) <= 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,6 +68,20 @@ def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path
     np.testing.assert_allclose(got.medians, [medians[g] for g in got.gene_ids], rtol=0.005)
     assert got.symbols == [data.var["symbol"][g] for g in got.gene_ids]
     assert build_vocabulary(paths[::-1]).digest == got.digest
+
+
+def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path) -> None:
+    own, path = build_vocabulary([simulated]), tmp_path / "theirs.tsv"
+    theirs = replace(own, gene_ids=[*own.gene_ids[:-1], "ENSG00000999999"], medians=own.medians + np.float32(1))
+    theirs.write(path)
+    got = build_vocabulary([simulated], VocabularyConfig(medians=str(path)))
+    np.testing.assert_array_equal(got.medians, [*theirs.medians[:-1], own.medians[-1]])
+    assert (got.gene_ids, got.n_cells.tolist()) == (own.gene_ids, own.n_cells.tolist())
+    replace(own, gene_ids=[f"ENSG9{i:010d}" for i in range(own.n_genes)]).write(path)
+    with pytest.raises(
+        DataError, match=r"^vocabulary\.medians: .*theirs\.tsv: it has no gene of the corpus; name another"
+    ):
+        build_vocabulary([simulated], VocabularyConfig(medians=str(path)))
 
 
 def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:

@@ -18,6 +18,7 @@ import cellmill
 from cellmill.cli import main
 from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.stages import data as demo_stage
 from tests.unit.published import geneformer_folder, scgpt_folder
@@ -42,7 +43,8 @@ def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_p
     geneformer_folder(project.folder / "given" / "a b", GENES, "V2")
     tuned = {"corpus": "sim", "init_from": "geneformer:given/a b", "objective": {"name": "masked_gene"}}
     other = tuned | {"objective": {"name": "masked_gene", "mask_frac": 0.3}}
-    config = project.write_config("parent.yaml", runs={"tuned": tuned, "other": other})
+    medians = {"medians": "geneformer:given/a b"}
+    config = project.write_config("parent.yaml", runs={"tuned": tuned, "other": other}, vocabulary=medians)
     (tmp_path / "torch.py").write_text("raise ImportError('a dry run imports no torch')\n")
     targets = [f"results/runs/{name}/train/status.json" for name in ("tuned", "other")]
     words = project.command("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
@@ -55,6 +57,7 @@ def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_p
     model = PublishedFolder("geneformer", Path("given/a b")).model
     assert re.fullmatch(r"results/published/geneformer-a_b-[0-9a-f]{8}", model)
     said = shown.stdout + shown.stderr
+    assert f"    input: results/corpora/sim/cells/sim.h5ad, {model}/vocabulary.tsv\n" in said
     assert f"cellmill import geneformer 'given/a b' --out {model} " in said
     assert len(re.findall(rf"cellmill train .* --init-from {model} ", said)) == 2
 
@@ -120,7 +123,7 @@ def test_the_example_leads_from_published_folders_to_predictions_in_one_command(
     weights = tmp_path / "published" / "scgpt" / "best_model.pt"
     changed = torch.load(weights, weights_only=True)
     torch.save({name: tensor * 1.01 for name, tensor in changed.items()}, weights)
-    again = ["import", "train", "consolidate", "embed", "predict", "evaluate", "report"]
+    again = ["import", "vocabulary", "shard", "plan", "train", "consolidate", "embed", "predict", "evaluate", "report"]
     assert project.jobs(*command) == dict.fromkeys(again, 1)
 
 
@@ -136,8 +139,14 @@ def _check_run(folder: Path, kind: str) -> None:
     weights = load_file(run / "model" / "model.safetensors")
     moved = {float((weights[name] - first[name]).abs().max()) for name in first if name.startswith("blocks.")}
     assert 0 < max(moved) < 0.1  # from the published weights, not from others
+    theirs, ours = (
+        Vocabulary.read(path / "vocabulary.tsv") for path in (imported, folder / "results" / "corpora" / kind)
+    )
+    rows = theirs.rows_of(ours.gene_ids)
+    assert (rows < 0).sum() == 5
+    np.testing.assert_array_equal(ours.medians[rows >= 0], theirs.medians[rows[rows >= 0]])
     found = ad.read_h5ad(run / "predictions" / "query.h5ad")
-    query = ad.read_h5ad(folder / "results" / "corpora" / "labelled" / "cells" / "query.h5ad")
+    query = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "query.h5ad")
     predicted = cellmill.load(run / "model").predict(query)
     np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"]["tasks"]["probe"]["rows"]

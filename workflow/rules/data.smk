@@ -81,6 +81,7 @@ rule vocabulary:
     input:
         cells=jobs.cells,
         genes=jobs.option_file("vocabulary", "genes"),
+        medians=jobs.medians,
     output:
         "results/corpora/{corpus}/vocabulary.tsv",
     log:

@@ -113,6 +113,12 @@ class VocabularyConfig(Section):
         None,
         description="File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all.",
     )
+    medians: str | None = Field(
+        None,
+        min_length=1,
+        description="Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or "
+        "scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none.",
+    )
     protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
 
     @model_validator(mode="after")

@@ -95,6 +95,12 @@ class PublishedFolder:
         return geneformer_sections(self.folder) if self.kind == "geneformer" else scgpt_sections(self.folder)
 
 
+def vocabulary_file(model: str) -> str:
+    """The vocabulary of a model: `model` itself, or that of the model folder of a published one."""
+    published = PublishedFolder.named_by(model)
+    return model if published is None else f"{published.model}/vocabulary.tsv"
+
+
 def geneformer_sections(folder: Path) -> dict[str, Json]:
     """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to last layer: the state
     of <cls> where the dictionary has it (V2), else the mean (V1)."""

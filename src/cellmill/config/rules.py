@@ -8,7 +8,7 @@ from typing import Any
 
 from cellmill.config.datasets import Dataset, ObsColumns, is_url
 from cellmill.config.evaluate import ExternalModel
-from cellmill.config.published import PublishedFolder
+from cellmill.config.published import PublishedFolder, vocabulary_file
 from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, one_line
 from cellmill.files import digest, write_json
@@ -44,7 +44,9 @@ class JobFiles:
         self.writes = writes  # true if jobs run, so that files of options are written; known only once all rules are
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
-        named = [PublishedFolder.named_by(run.init_from or "") for run in self.runs.values()]
+        models = [run.init_from for run in self.runs.values()]
+        models += [corpus.vocabulary.medians for corpus in self.corpora.values()]
+        named = [PublishedFolder.named_by(model or "") for model in models]
         self.published = {folder.name: folder for folder in named if folder is not None}
 
     # options
@@ -118,6 +120,11 @@ class JobFiles:
             return [] if path is None else [path]
 
         return files
+
+    def medians(self, wildcards: Wildcards) -> list[str]:
+        """Vocabulary of the model whose medians the corpus takes, if any."""
+        model = self.corpora[wildcards.corpus].vocabulary.medians
+        return [] if model is None else [vocabulary_file(model)]
 
     def cells(self, wildcards: Wildcards) -> list[str]:
         """Preprocessed cells of every dataset of the corpus."""

@@ -11,6 +11,7 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import ORGANISM, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.config.published import vocabulary_file
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k
 from cellmill.data.genes.selection import (
     Moments,
@@ -125,7 +126,14 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
     ranks = np.argsort(by_score(scores)).astype(np.int32) if options.variability else None
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], medians.medians(keep), fitted, ranks)
+    own = medians.medians(keep)
+    if options.medians is not None:
+        theirs = Vocabulary.read(path := Path(vocabulary_file(options.medians)))
+        rows = theirs.rows_of(ids)
+        if not (rows >= 0).any():
+            raise DataError(f"vocabulary.medians: {path}: it has no gene of the corpus; name another model")
+        own = np.where(rows >= 0, theirs.medians[rows], own)
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks)
 
 
 def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:

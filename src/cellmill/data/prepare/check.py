@@ -149,6 +149,8 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
                 yield f"{corpus.table}: dataset {dataset}: label_map", label_map
         options = {"preprocess.orthologs": corpus.preprocess.orthologs, "vocabulary.genes": corpus.vocabulary.genes}
         yield from ((f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None)
+        if (source := corpus.vocabulary.medians) is not None:
+            yield from _files_of_model(f"corpora.{name}.vocabulary.medians", source, source)
     for name, run in pipeline.runs.items():
         if (path := getattr(run.model, "gene_vectors", None)) is not None:
             yield f"runs.{name}.model.gene_vectors", path
@@ -157,16 +159,18 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         for external, model in run.evaluate.external.items():
             yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
         parent = run.init_from
-        if parent is None or parent in pipeline.runs or is_url(parent):
-            continue
-        if (published := PublishedFolder.named_by(parent)) is None:
-            yield f"runs.{name}.init_from", str(Path(parent) / "model.safetensors")
-            continue
-        try:
-            yield from ((f"runs.{name}.init_from", str(path)) for path in published.files())
-        except DataError as error:
-            raise DataError(f"runs.{name}.init_from: {error}") from None
+        if parent is not None and parent not in pipeline.runs and not is_url(parent):
+            yield from _files_of_model(f"runs.{name}.init_from", parent, str(Path(parent) / "model.safetensors"))
     yield from ((f"bridges.{package}", python) for package, python in pipeline.bridges.items() if "/" in python)
+
+
+def _files_of_model(option: str, model: str, file: str) -> Iterator[tuple[str, str]]:
+    """Option and path of each file of a published folder, or of `file` of another model."""
+    published = PublishedFolder.named_by(model)
+    try:
+        yield from ((option, str(path)) for path in ([file] if published is None else published.files()))
+    except DataError as error:
+        raise DataError(f"{option}: {error}") from None
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
