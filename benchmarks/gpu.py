@@ -4,7 +4,7 @@ First each attention kernel against padded attention in float32, values and grad
 (masks, forward, backward, clipping, fused AdamW) in bf16-mixed for four sizes: with every cell of full length, and
 with cells whose lengths vary, packed and padded to the longest. MFU counts the FLOPs that the model needs (logits at
 masked tokens alone), never those of padding; `plan` is what `cellmill plan` would have said. Last the time for which a
-training waits for a checkpoint.
+training waits for its cells, read from shards by the stream (if anndata is installed), and for a checkpoint.
 
     python benchmarks/gpu.py [--toy] [--sizes 51M 106M] [--steps 10]
 
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +34,10 @@ from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import ContinuousTokens
-from cellmill.config.run import Train
+from cellmill.config.run import Stream, Train
+from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
 from cellmill.models.attention import attention, attention_padded
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -48,6 +51,11 @@ from cellmill.planner.size import measure as sizes_of
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.optimizer import build_optimizer
+
+try:
+    from loader_corpus import make_corpus
+except ImportError:  # a wheelhouse of SET=gpu has no anndata
+    make_corpus = None  # type: ignore[assignment]
 
 N_GENES = 25_000
 WARM_UP = 3
@@ -141,36 +149,49 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
     return np.clip(drawn, size.genes // 8, size.genes).astype(np.int64)
 
 
+class Training:
+    """A model with random weights and what its steps need, in bf16-mixed on one device."""
+
+    def __init__(self, size: Size, n_genes: int, device: torch.device, compiled: bool = False) -> None:
+        self.tokens, self.device = ContinuousTokens(max_tokens=size.genes), device
+        config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
+        self.spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), self.tokens, n_genes)
+        self.model = build(self.spec).to_empty(device=device)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0.0, 0.02)
+        if compiled:
+            compile_blocks(self.model, self.model.plan.blocks, self.model.plan.compiled)
+        self.mesh = build_mesh(PARALLEL, 1, device.type)
+        self.parallel = ParallelModel(self.model, PARALLEL, self.mesh)
+        self.optimizer = build_optimizer(self.model, Train(steps=1))
+
+    def prepared(self, batch: Batch, step: int) -> Any:
+        return on_device(self.model.prepare(batch, seed=0, step=step), self.device)
+
+    def step(self, prepared: Any) -> None:
+        """One optimizer step, to its end."""
+        self.parallel.forward_backward([prepared], prepared.n_targets)
+        clip_grad_norm(self.model, 1.0, self.mesh.pp)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        synchronize(self.device)
+
+
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
-    tokens = ContinuousTokens(max_tokens=size.genes)
-    config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
-    spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
-    parallel, train = PARALLEL, Train(steps=steps)
-    mesh = build_mesh(parallel, 1, device.type)
-    model = build(spec).to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
-    if compiled:
-        compile_blocks(model, model.plan.blocks, model.plan.compiled)
-    parallel_model, optimizer = ParallelModel(model, parallel, mesh), build_optimizer(model, train)
-    needs = sizes_of(spec)
-    cuda = device.type == "cuda"
+    training = Training(size, N_GENES, device, compiled)
+    needs, cuda = sizes_of(training.spec), device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     seconds, real_tokens, cells, flops, most = [], 0, 0, 0.0, 0
     for step in range(WARM_UP + steps):
         lengths = lengths_of(size, kind, step)
         longest = np.full(len(lengths), lengths.max()) if kind == "padded" else lengths
-        prepared = on_device(model.prepare(draw(longest, step), seed=0, step=step), device)
+        prepared = training.prepared(draw(longest, step), step)
         synchronize(device)
         began = time.perf_counter()
-        parallel_model.forward_backward([prepared], prepared.n_targets)
-        clip_grad_norm(model, 1.0, mesh.pp)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
+        training.step(prepared)
         if step >= WARM_UP:
             seconds.append(time.perf_counter() - began)
             real_tokens, cells = real_tokens + int(lengths.sum()), cells + len(lengths)
@@ -187,14 +208,37 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         seconds,
         flops / steps,
         torch.cuda.max_memory_allocated(device) if cuda else None,
-        peak_memory(PlannedModel(needs, parallel, Layout(1, 1), local_world=1), most, 1).total,
+        peak_memory(PlannedModel(needs, PARALLEL, Layout(1, 1), local_world=1), most, 1).total,
     )
-    del model, parallel_model, optimizer, prepared
+    del training, prepared
     gc.collect()
     torch._dynamo.reset()
     if cuda:
         torch.cuda.empty_cache()
     return measured
+
+
+def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
+    """A row: the step on batches that are there, and on those that the stream reads from shards and tokenizes."""
+    corpus = make_corpus(folder, size.cells * (WARM_UP + steps))
+    manifest = Manifest.read(corpus.manifest)
+    training = Training(size, manifest.n_genes, device)
+    options = {"global_batch": size.cells, "token_budget": size.cells * size.genes}
+    stream = CellStream(corpus.manifest, "train", training.tokens, Stream(lanes=1), **options, rank=0, world=1, seed=0)
+    batches, ready, fed, waited = iter(stream), [], [], []
+    for step in range(WARM_UP + steps):
+        began = time.perf_counter()
+        prepared = [training.prepared(to_tensors(batch), step) for batch in next(batches)]
+        synchronize(device)
+        waited.append(time.perf_counter() - began)
+        training.step(prepared[0])
+        fed.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        training.step(prepared[0])
+        ready.append(time.perf_counter() - began)
+    stream.close()
+    of_ready, of_fed, of_wait = (statistics.median(values[WARM_UP:]) for values in (ready, fed, waited))
+    return f"| {size.name} | {of_ready:.3f} | {of_fed:.3f} | {of_wait / of_fed:.1%} |"
 
 
 def checkpoint(size: Size, device: torch.device, folder: Path) -> str:
@@ -270,6 +314,9 @@ def main() -> None:
         for size in [size for size in chosen if not arguments.sizes or size.name in arguments.sizes]:
             for kind, compiled in (("full", False), ("full", True), ("packed", False), ("padded", False)):
                 print(line(measure(size, kind, compiled, steps, device), peak), flush=True)
+        if make_corpus is not None:
+            print("\n| fed by the stream | step s | with its cells s | waiting |\n|---|---:|---:|---:|", flush=True)
+            print(feed(chosen[0], steps, device, Path(folder)), flush=True)
         print(
             "\n| checkpoint | GB | first stall s | later stall s | written after s |\n|---|---:|---:|---:|---:|",
             flush=True,
