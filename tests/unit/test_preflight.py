@@ -732,15 +732,15 @@ def test_each_stage_is_checked_against_its_partition(
         *(
             f"no  stage {stage}, start: sbatch refuses cpu, 240 min, 32000 MB, 4 CPUs: {UNAVAILABLE}; set-resources: "
             f"{stage}: {most}"
-            for stage in ("embed_external", "predict")
+            for stage in ("embed_external", "predict", "knock_out")
         ),
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
     ]
-    assert (code, last) == (2, "cellmill preflight: no go: 7 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 8 reasons")
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     code, lines, last = preflight("profiles/one", "--no-job")
     assert (
         "no  stages' Python: /my env/bin/python: a job of a stage cannot start a Python whose path has spaces"
         in "".join(lines)
     )
-    assert (code, last) == (2, "cellmill preflight: no go: 8 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")
