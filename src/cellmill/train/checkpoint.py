@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,7 +168,8 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        write_index(Path(self.path), metadata)
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        write_index(Path(self.path), replace(metadata, storage_data=stored))  # torch before 2.12 leaves it as it is
 
 
 class Checkpoints:
