@@ -44,6 +44,7 @@ def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
     made = _made(corpus, tmp_path / "out.h5ad", genes=genes, null_genes=5)
     assert sorted(made.var_names) == sorted(genes)
     assert made.obs_names.tolist() == cells.obs_names.tolist()
+    assert made.X.dtype == np.float32
     assert (np.diff(made.var["z"]) <= 0).all()
     logs = np.log1p(counts / counts.sum(1, keepdims=True) * 1e4)
     expression = logs.sum(0) / np.maximum(n_expressing, 1)
@@ -96,3 +97,21 @@ def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path:
     with pytest.raises(DataError, match=r"no gene has counts in 9,999 of "):
         _made(corpus, tmp_path / "out.h5ad", min_cells=9999)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_gene_that_is_the_only_one_of_its_cells_has_no_shift_and_no_small_p(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
+    """Without it these cells have no embedding, so nothing was compared."""
+    cells = ad.read_h5ad(corpus["cells"])
+    counts = cells.X.toarray()
+    gene = int(np.argmax((counts > 0).sum(0)))
+    counts[: len(counts) // 2] *= np.arange(counts.shape[1]) == gene
+    counts[len(counts) // 2 :, gene] = 0
+    cells.X = sp.csr_matrix(counts)
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    given = {**corpus, "cells": tmp_path / "cells.h5ad"}
+    row = _made(given, tmp_path / "out.h5ad", genes=[cells.var_names[gene]], null_genes=5).var.iloc[0]
+    assert row["n_cells"] == 0
+    assert row[["shift", "z"]].isna().all()
+    assert row["p"] == 1

@@ -390,6 +390,17 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
             import_scgpt(folder, tmp_path / "model")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "gene_median_dictionary_gc.pkl", "best_model.pt", "vocab.json"])
+def test_what_is_not_a_file_is_refused_before_it_is_opened(name: str, tmp_path: Path) -> None:
+    kind = "scgpt" if name in ("best_model.pt", "vocab.json") else "geneformer"
+    folder = tmp_path / "published"
+    scgpt_folder(folder, NAMES) if kind == "scgpt" else geneformer_folder(folder, GENES, "V2")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(DataError, match=rf"{name}: expected a file, got a FIFO$"):
+        PublishedFolder(kind, folder).files()
+
+
 KINDS = ("geneformer", "scgpt")
 CONFIG: dict[str, Any] = {
     "runs": {"a": {"corpus": "pbmc"}},

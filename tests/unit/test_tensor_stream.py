@@ -14,7 +14,7 @@ import cellmill
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, DataError
 
 CELLS, LANES = 533, {"lanes": 8, "block_cells": 4, "window_blocks": 3}
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +108,9 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
     ("options", "message"),
     [
         ({"global_batch": 12}, "global_batch: expected a multiple of stream.lanes 8, got 12"),
+        ({"global_batch": 0}, "train: global_batch: input should be greater than or equal to 1, got 0"),
+        ({"seed": -1}, "train: seed: input should be greater than or equal to 0, got -1"),
+        ({"world_size": 0}, "world_size: expected a divisor of stream.lanes 8, got 0"),
         ({"world_size": 3}, "world_size: expected a divisor of stream.lanes 8, got 3"),
         ({"rank": 2, "world_size": 2}, "rank: expected 0 to 1, below world_size, got 2"),
         ({"split": "all"}, "split: expected one of train, val, test, got 'all'"),
@@ -123,6 +126,16 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
 def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         opened(folder, **options)
+
+
+@pytest.mark.parametrize("changed", [{"step": 14}, {"step": -1}, {"epoch": -1}, {"fingerprint": None}, {"step": None}])
+def test_a_state_of_another_stream_is_refused_in_one_line(changed: dict[str, Any], folder: Path) -> None:
+    stream = opened(folder)  # 14 steps an epoch
+    state = {name: value for name, value in (stream.state_dict() | changed).items() if value is not None}
+    with pytest.raises(DataError, match=r"^expected (a state of step 0 to 13 of an epoch, got step|shards of finger)"):
+        stream.load_state_dict(state)
+    assert len(list(stream)) == 14
+    stream.close()
 
 
 def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def published_file(folder: Path, *names: str) -> Path:
     if len(found) != 1:
         got = ", ".join(path.name for path in found) or "none"
         raise DataError(f"{folder}: expected one {' or '.join(names)}, got {got}; copy the one of these weights there")
+    require_file(found[0])
     return found[0]
 
 
@@ -105,7 +106,6 @@ def geneformer_sections(folder: Path) -> dict[str, Json]:
     """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to last layer: the state
     of <cls> where the dictionary has it (V2), else the mean (V1)."""
     path, tokens = published_file(folder, "config.json"), published_file(folder, DICTIONARIES[0])
-    require_file(tokens)
     names = tokens.read_bytes()  # a pickle has its texts as they are
     ends = "cls_eos" if b"<cls>" in names and b"<eos>" in names else "none"
     config = read_mapping(path)

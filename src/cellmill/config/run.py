@@ -343,7 +343,7 @@ class KnockOut(Section):
         ge=1,
         description="Other genes of the most similar expression, each removed too, that a gene is compared with.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the draw of cells.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the draw of cells.")
 
 
 class Report(Section):

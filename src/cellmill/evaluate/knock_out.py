@@ -95,14 +95,14 @@ def knock_out_genes(
     by_gene = [found[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
     parts = [np.concatenate(part) for part in zip(*by_gene)]
-    matrix = sp.csc_matrix((parts[1], parts[0], ends), shape=(len(cells), len(wanted)))
+    matrix = sp.csc_matrix((parts[1].astype(np.float32), parts[0], ends), shape=(len(cells), len(wanted)))
     return KnockedOut(cells, matrix.tocsr(), genes.iloc[order], embedding)
 
 
 def _compared(shift: float, null: np.ndarray) -> dict[str, float]:
     """A gene's shift beside those of its null genes."""
     null = null[np.isfinite(null)]
-    if not len(null):
+    if not len(null) or not np.isfinite(shift):
         return {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
     mean, sd = float(null.mean()), float(null.std())
     p = (1 + int((null >= shift).sum())) / (1 + len(null))

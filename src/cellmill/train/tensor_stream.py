@@ -47,14 +47,16 @@ class TensorStream:
         counts: bool = False,
     ) -> None:
         parsed, order = check_options(Tokens, dict(tokens), "tokens"), check_options(Stream, dict(stream), "stream")
+        train = check_options(Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train")
+        global_batch, seed = train.global_batch, train.seed
         opened = Manifest.read(manifest)
         check_rows(parsed, opened, str(manifest), counts)
-        lanes, splits = order.lanes, ", ".join(opened.splits)
+        lanes, splits, given = order.lanes, ", ".join(opened.splits), f"stream.lanes {order.lanes}"
         wrong = (
             (parsed.needs_quantiles, "tokens.edges: expected the edges of the bins, which only a run fits, got null"),
             (parsed.covariates, f"tokens.covariates: expected none, got {parsed.covariates}; name them in columns"),
-            (global_batch % lanes, f"global_batch: expected a multiple of stream.lanes {lanes}, got {global_batch}"),
-            (lanes % world_size, f"world_size: expected a divisor of stream.lanes {lanes}, got {world_size}"),
+            (global_batch % lanes, f"global_batch: expected a multiple of {given}, got {global_batch}"),
+            (world_size < 1 or lanes % world_size, f"world_size: expected a divisor of {given}, got {world_size}"),
             (not 0 <= rank < world_size, f"rank: expected 0 to {world_size - 1}, below world_size, got {rank}"),
             (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
         )

@@ -147,11 +147,11 @@ class CellStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from another number of ranks.
 
-        Raises DataError when its data differ, ConfigError when its order differs.
+        Raises DataError when its data differ or it is no state of this split, ConfigError when its order differs.
         """
-        if state["fingerprint"] != self.fingerprint:
+        if (theirs := state.get("fingerprint")) != self.fingerprint:
             raise DataError(
-                f"expected shards of fingerprint {state['fingerprint']}, as in the checkpoint, got {self.fingerprint}: "
+                f"expected shards of fingerprint {theirs}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
         for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
@@ -163,8 +163,14 @@ class CellStream:
                     f"{section}.{name} is {now}, but {before} in the checkpoint, and defines the order of cells; set "
                     f"it back to {before}, or start a new run"
                 )
+        epoch, step = int(state.get("epoch", -1)), int(state.get("step", -1))
+        if epoch < 0 or not 0 <= step < self.steps_per_epoch:
+            raise DataError(
+                f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
+                f"{epoch:,}; load one that state_dict has returned for this split"
+            )
         self._stop_ahead()
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._epoch, self._step = epoch, step
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
         """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over all epochs."""
