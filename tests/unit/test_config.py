@@ -212,6 +212,12 @@ WRONG = {
     "runs: {demo: {corpus: pbmc, init_from: big}}": (
         "runs.demo.init_from: no run 'big'; there are: demo; the path of a model folder has a `/`, such as ./NAME"
     ),
+    "runs: {demo: {corpus: pbmc, init_from: 'geneformer:a{b}'}}": (
+        "runs.demo.init_from: string should match pattern '^[^{}<>\\r\\n]+$', got 'geneformer:a{b}'"
+    ),
+    "vocabulary: {medians: 'scgpt:a{b}'}": (
+        "vocabulary.medians: string should match pattern '^[^{}<>\\r\\n]+$', got 'scgpt:a{b}'"
+    ),
     "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, init_from: a}}": (
         "runs.a.init_from: a circle: a -> b -> a"
     ),

@@ -115,3 +115,13 @@ def test_a_gene_that_is_the_only_one_of_its_cells_has_no_shift_and_no_small_p(
     assert row["n_cells"] == 0
     assert row[["shift", "z"]].isna().all()
     assert row["p"] == 1
+
+
+def test_the_cells_are_not_overwritten_by_their_shifts(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    given = tmp_path / "cells.h5ad"
+    given.write_bytes(before := corpus["cells"].read_bytes())
+    (tmp_path / "link.h5ad").symlink_to(given)
+    for out in (given, tmp_path / "link.h5ad"):
+        with pytest.raises(ConfigError, match=rf"^--out {out} is --input, whose counts would be lost; name another "):
+            _made(corpus | {"cells": given}, out, min_cells=1)
+    assert given.read_bytes() == before

@@ -15,6 +15,8 @@ INPUTS = (
     f"FASTA of proteins ({', '.join(FASTA)}, also .gz)",
 )
 """Input formats as help texts list them: names of rows in `data/inputs/formats.py`."""
+NOT_WILDCARD = r"^[^{}<>\r\n]+$"
+"""Pattern of a path that Snakemake takes as it is: it reads braces and angles in an input as wildcards."""
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
 """Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""
 IS_CONTROL = "is_control"  # obs column of preprocessed cells: True for those with the dataset's `control`
@@ -115,7 +117,7 @@ class VocabularyConfig(Section):
     )
     medians: str | None = Field(
         None,
-        min_length=1,
+        pattern=NOT_WILDCARD,
         description="Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or "
         "scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none.",
     )

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from cellmill.config.corpus import INPUTS, RESERVED, ROLES, Preprocess
+from cellmill.config.corpus import INPUTS, NOT_WILDCARD, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
@@ -59,7 +59,7 @@ class ObsColumns(Section):
     )
     label_map: str | None = Field(
         None,
-        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
+        pattern=NOT_WILDCARD,
         description="Tab-separated file with the columns `from` and `to`, which renames values of the label in "
         "preprocessed cells, and with that in shards, training and evaluation; of several labels one for each, "
         "separated by |, where an empty one renames nothing. Cells of a `from` whose `to` is empty have no label; "
@@ -149,7 +149,7 @@ class Dataset(ObsColumns):
 
     dataset: str = Field(description="Name, used in file names.")
     path: str = Field(
-        pattern=r"^[^{}<>\r\n]+$",  # Snakemake reads braces and angles in an input as wildcards
+        pattern=NOT_WILDCARD,
         description=f"Input: {', '.join(INPUTS)}; a path, absolute or relative to Snakemake's working directory, or a "
         "URL; without braces and < >.",
     )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self, get_origin
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cellmill.config.checks import check_together
-from cellmill.config.corpus import IS_CONTROL, ORGANISM
+from cellmill.config.corpus import IS_CONTROL, NOT_WILDCARD, ORGANISM
 from cellmill.config.datasets import Dataset, check_name, read_datasets
 from cellmill.config.evaluate import check_transfer
 from cellmill.config.options import (
@@ -155,6 +155,7 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     corpus: str = Field(description="Name of its corpus.")
     init_from: str | None = Field(
         None,
+        pattern=NOT_WILDCARD,
         description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
         "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or "
         "scgpt:FOLDER, with the published files of that model, which rule import reads. Sections model and tokens "

@@ -274,6 +274,8 @@ def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, count
     """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out` (.h5ad)."""
     check_h5ad(out, "--out")
     path, section = local_input(input), options.knock_out
+    if out.resolve() == path.resolve():
+        raise ConfigError(f"--out {out} is --input, whose counts would be lost; name another file")
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
         found = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
