@@ -111,6 +111,10 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         kind = "corpus" if owners is workflow.corpora else "run"
         message = f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
         raise UserError(f"{message}; there are: {', '.join(owners)}")
+    for key in ("init_from", "trunk") if stage == "train" else ():
+        if (parent := getattr(owners[name], key)) is not None and arguments[key] is None:
+            flag = f"--{key.replace('_', '-')}"
+            raise UserError(f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does")
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 

@@ -123,6 +123,16 @@ def test_a_missing_or_unknown_run_is_answered_with_the_known_ones(
     assert capsys.readouterr().err == f"cellmill {stage}: {expected}; there are: one, two\n"
 
 
+def test_a_training_by_hand_needs_the_model_that_its_run_starts_from(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text().replace("two: {corpus: b}", "tuned: {corpus: a, init_from: one}"))
+    command = ["train", "--config", str(config), "--run", "tuned", "--manifest", "m", "--vocabulary", "v", "--out", "o"]
+    assert main(command) == 2
+    message = "run 'tuned' has init_from: one; pass --init-from FOLDER too, as the workflow does"
+    assert capsys.readouterr().err == f"cellmill train: {message}\n"
+
+
 def test_a_missing_input_is_named_in_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, out = tmp_path / "none.h5ad", tmp_path / "cells.h5ad"
     files = ["--input", str(missing), "--out", str(out), "--report", str(tmp_path / "report.json")]

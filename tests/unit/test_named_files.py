@@ -63,6 +63,10 @@ def test_a_missing_model_folder_is_named(project: Path) -> None:
     Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", "{corpus: c, init_from: models/m}"))
     with pytest.raises(UserError, match=r"^runs\.r\.init_from: models/m/model\.safetensors: no such file$"):
         check_inputs(load_config(Path("c.yaml")))
+    published = "{corpus: c, init_from: 'scgpt:none', model: {family: scgpt}}"  # whose sections cannot be compared
+    Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", published))
+    with pytest.raises(UserError, match=r"runs\.r\.init_from: none: no such folder; give the folder with the published"):
+        load_config(Path("c.yaml"))
 
 
 def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project: Path) -> None:
@@ -75,7 +79,16 @@ def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project
         "t.tsv: dataset one: data/new.h5ad: no such file, and results/corpora/c/cells/one.h5ad is of raw.h5ad; correct "
         "the path, or delete the cells"
     )
+    # a dataset that no run is trained or evaluated on: its cells were made for a prediction, say
+    Path("data/raw.h5ad").touch()
+    Path("t.tsv").write_text("dataset\tpath\none\tdata/new.h5ad\ntwo\tdata/raw.h5ad\n")
+    others = "corpora: {c: {table: t.tsv, datasets: [two]}}\n" + CONFIG.partition("\n")[2]
+    Path("c.yaml").write_text(others)
+    with pytest.raises(UserError, match=r"^t\.tsv: dataset one: data/new\.h5ad: no such file, and "):
+        check_inputs(load_config(Path("c.yaml")))
     Path("results/corpora/c/cells/one.h5ad").unlink()
+    check_inputs(load_config(Path("c.yaml")))
+    Path("t.tsv").write_text("dataset\tpath\none\tdata/new.h5ad\n")
     assert checked() == "t.tsv: dataset one: data/new.h5ad: no such file; correct the path, or put the file there"
     assert checked(made="data/new.h5ad") is None
     command = "cellmill simulate --out data/new.h5ad --cells 9"

@@ -91,7 +91,10 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tr
                 theirs = resolved(parent, (*above, name))
             else:
                 # a model on the hub may not be here yet, and options must not change when it comes
-                theirs = None if parent.startswith("hf://") else stored_sections(parent)
+                try:
+                    theirs = None if parent.startswith("hf://") else stored_sections(parent)
+                except DataError as error:
+                    raise ConfigError(f"runs.{name}.init_from: {error}") from None
             done[name] = run if theirs is None else {**run, **_taken(run, own[name], theirs)}
         return done[name]
 
@@ -99,12 +102,12 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tr
 
 
 def stored_sections(parent: str) -> Tree | None:
-    """Sections of the model of a folder, published folder or model of the hub; None if it is not there (yet)."""
+    """Sections of the model of a folder or of the hub, None if it is not there (yet); or of a published folder.
+
+    Raises DataError for a published folder that is missing or incomplete.
+    """
     if (published := PublishedFolder.named_by(parent)) is not None:
-        try:
-            published.files()
-        except DataError:  # `check_inputs` reports the error
-            return None
+        published.files()
         return published.sections()
     folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
     if not (path := folder / "config.json").is_file():

@@ -175,15 +175,15 @@ def _files_of_model(option: str, model: str, file: str) -> Iterator[tuple[str, s
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
     """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells, or for others'."""
-    table = pipeline.datasets(corpus)
-    for name in read_by_runs(pipeline, corpus):
+    table, read = pipeline.datasets(corpus), read_by_runs(pipeline, corpus)
+    for name in table:
         path, cells = Path(text := table[name].path), Path(CELLS.format(corpus=corpus, dataset=name))
         where = f"{pipeline.corpora[corpus].table}: dataset {name}: {text}"
         if is_url(text) or is_made(text):
             continue
         if (kind := special_kind(path)) is not None:  # opening a FIFO would wait without end
             raise DataError(f"{where}: expected a file or folder, got a {kind}")
-        if path.exists():
+        if path.exists() or (name not in read and not cells.exists()):
             continue
         if not cells.exists():  # Snakemake names it only if no later output stands, such as the report of other runs
             command = source if (source := table[name].source or "").startswith("cellmill ") else None
