@@ -39,6 +39,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "merfish_mouse": {"label": "cell_type", "preprocess": {"organism": "mouse", "min_genes": 5}},
     # whole transcriptomes: more tokens would take more than half of the table's time
     "cellbench": {"label": "cell_type", "preprocess": {}, "tokens": {"max_tokens": 256}},
+    "kang_wide": {"label": "condition", "preprocess": {}, "tokens": {"max_tokens": 256}},
     # 20,720 cells of 26 perturbations: more to judge on, or more folds, would take most of the table's time
     "papalexi": {
         "label": "perturbation",
