@@ -44,7 +44,7 @@ def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, name: str) -> 
     assert "|---" in done.stdout
 
 
-TRAINING = ("genes", "leave_out", "perturbations", "quality", "structure", "transfer")
+TRAINING = ("genes", "leave_out", "lengths", "perturbations", "quality", "structure", "transfer")
 """Scripts that train on files of real cells, which takes hours."""
 
 
@@ -57,7 +57,7 @@ def test_a_benchmark_that_trains_writes_a_configuration_that_is_accepted(
     for file in ("pbmc_donor_a", "kang_wide"):  # whose genes `genes` reads
         (tmp_path / f"{file}.h5ad").symlink_to(simulated)
     monkeypatch.chdir(tmp_path)
-    given = {"folder": tmp_path, "data": tmp_path, "seeds": 1, "splits": [0]}
+    given = {"folder": tmp_path, "data": tmp_path, "seeds": 1, "splits": [0], "widths": [8]}
     chosen = {key: list(getattr(script, key.upper(), ())) for key in ("datasets", "models")}
     names = inspect.signature(script.write_runs).parameters
     script.write_runs(**{key: value for key, value in (given | chosen).items() if key in names})

@@ -65,7 +65,9 @@ def test_a_missing_model_folder_is_named(project: Path) -> None:
         check_inputs(load_config(Path("c.yaml")))
     published = "{corpus: c, init_from: 'scgpt:none', model: {family: scgpt}}"  # whose sections cannot be compared
     Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", published))
-    with pytest.raises(UserError, match=r"runs\.r\.init_from: none: no such folder; give the folder with the published"):
+    with pytest.raises(
+        UserError, match=r"runs\.r\.init_from: none: no such folder; give the folder with the published"
+    ):
         load_config(Path("c.yaml"))
 
 
