@@ -4,7 +4,7 @@
 
 FOLDER has one .h5ad for each entry of quality.py's `DATASETS`. Schedule wsd: the longest run is the trunk, and each
 shorter one continues from its checkpoint at four fifths of its own length, so that all lengths cost the longest and
-their tails. `--checkpoint` is consolidate.checkpoint: best by validation loss, or last. Each cell of the table has three
+their tails. `--checkpoint` is consolidate.checkpoint: best by validation loss, or last. A cell of the table has three
 accuracies on held-out cells, means over seeds, of the embedding's best classifier: whole cells, 5 cells per class, 75
 genes (shifted). Then come those of the best baseline, and the shortest length whose mean over the three is within .005
 of the best.
