@@ -146,7 +146,10 @@ def read_json(path: Path) -> Any:
 
 
 def require_file(path: Path) -> None:
-    """Raise DataError unless `path` is a regular file or a link to one: opening a FIFO would wait without end."""
+    """Raise DataError unless `path` is a regular file, or a link to one, that this user may read.
+
+    Opening a FIFO would wait without end.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -155,6 +158,8 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         raise DataError(f"{path}: expected a file, got a {special_kind(path) or 'folder'}")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: {os.strerror(errno.EACCES)}")
 
 
 def refuse_special(path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cellmill.runs.verdict import Verdict
+from cellmill.runs.verdict import Closed, Verdict
 
 EVIL = "<script>alert(1)"
 ROWS = [
@@ -37,7 +37,7 @@ def make_run(folder: Path) -> Path:
         "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
     }  # fmt: skip
     confusion = {"row": "embedding + kNN", "classes": [EVIL, "B $x_$"], "counts": [[50, 0], [10, 30]]}
-    gap = {"column": "accuracy", "words": CLOSED, "model": {"name": ROWS[0][0]}}
+    gap = {"column": "accuracy", "words": CLOSED, "model": asdict(Closed(ROWS[0][0], 94, 80, 108))}
     lost = {"verdicts": [asdict(LOST)], "sentences": [LOSS], "gaps": [gap | {"column": "macro_f1"}, gap]}
     probe = result | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion} | lost
     skipped = result | {"skipped": "the dataset has no label column"}

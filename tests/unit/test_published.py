@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -399,6 +400,28 @@ def test_what_is_not_a_file_is_refused_before_it_is_opened(name: str, tmp_path: 
     os.mkfifo(folder / name)
     with pytest.raises(DataError, match=rf"{name}: expected a file, got a FIFO$"):
         PublishedFolder(kind, folder).files()
+
+
+def test_files_of_another_user_are_refused_in_one_line_before_a_run() -> None:
+    if os.getuid() != 0:
+        pytest.skip("acting as a second user needs root")
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o755)
+        folder = geneformer_folder(Path(shared) / "published", GENES)
+        (folder / "token_dictionary_gc.pkl").chmod(0o600)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            try:
+                PublishedFolder("geneformer", folder).files()
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with open(reader, "rb") as said:
+            assert said.read().decode() == f"DataError: {folder}/token_dictionary_gc.pkl: Permission denied"
 
 
 KINDS = ("geneformer", "scgpt")

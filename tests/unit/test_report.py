@@ -195,6 +195,10 @@ def test_a_gap_without_a_scale_is_in_the_table_and_not_in_the_first_line(tmp_pat
     assert f"probe: accuracy {words}." in text
     assert text.count("no scale") == 1
     assert "(embedding + logistic regression)." in text
+    metrics["datasets"]["pbmc"]["tasks"]["probe"]["gaps"][0]["model"] = {"percent": 3.0}
+    write(run / "evaluate/metrics.json", metrics)
+    with pytest.raises(DataError, match=rf"^{run}/evaluate/metrics.json: .*gaps.*name.* is missing"):
+        read_run(run)
 
 
 def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:

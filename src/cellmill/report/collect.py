@@ -20,7 +20,7 @@ from cellmill.evaluate.umap import read_umap
 from cellmill.files import read_json
 from cellmill.runs.cost import Start
 from cellmill.runs.progress import read_lines
-from cellmill.runs.verdict import Verdict
+from cellmill.runs.verdict import Closed, Verdict
 
 MADE = {
     "runs": (
@@ -77,7 +77,7 @@ class CurveLine(BaseModel):
 class GapEntry(BaseModel):
     column: str
     words: str
-    model: Object | None
+    model: Closed | None
 
 
 class TaskEntry(BaseModel):
