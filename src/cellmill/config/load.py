@@ -91,10 +91,7 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tr
                 theirs = resolved(parent, (*above, name))
             else:
                 # a model on the hub may not be here yet, and options must not change when it comes
-                try:
-                    theirs = None if parent.startswith("hf://") else stored_sections(parent)
-                except DataError as error:
-                    raise ConfigError(f"runs.{name}.init_from: {error}") from None
+                theirs = None if parent.startswith("hf://") else stored_sections(parent)
             done[name] = run if theirs is None else {**run, **_taken(run, own[name], theirs)}
         return done[name]
 
@@ -102,13 +99,9 @@ def with_parents(runs: dict[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tr
 
 
 def stored_sections(parent: str) -> Tree | None:
-    """Sections of the model of a folder or of the hub, None if it is not there (yet); or of a published folder.
-
-    Raises DataError for a published folder that is missing or incomplete.
-    """
+    """Sections of the model of a folder, published folder or model of the hub; None if it is not there (yet)."""
     if (published := PublishedFolder.named_by(parent)) is not None:
-        published.files()
-        return published.sections()
+        return published.sections() if _problem(published) is None else None  # `check_inputs` reports it
     folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
     if not (path := folder / "config.json").is_file():
         return None
@@ -117,6 +110,15 @@ def stored_sections(parent: str) -> Tree | None:
         return None  # stage train reports the error
     # the file of the vectors is where the model was trained; the model has them
     return {"tokens": config["tokens"], "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"}}
+
+
+def _problem(published: PublishedFolder) -> str | None:
+    """What is wrong with the files of the folder."""
+    try:
+        published.files()
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _taken(run: Tree, own: Tree, theirs: Tree) -> Tree:
@@ -181,6 +183,10 @@ def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[W
         checked = workflow.model_validate(with_defaults(tree, workflow))
     except ValidationError as error:
         where, message = explain(error, workflow)
+        for name, run in tree["runs"].items():  # without its parent's sections a run may be wrong
+            published = PublishedFolder.named_by(str((run or {}).get("init_from")))
+            if where[-1] != "init_from" and published is not None and (problem := _problem(published)) is not None:
+                where, message = ["runs", name, "init_from"], problem
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

@@ -25,7 +25,7 @@ class TensorStream:
     """Cells of one split as CPU tensors: this rank's share of `global_batch` cells a step.
 
     `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split `train` is shuffled
-    and goes on without end; `val` and `test` are read in the order on disk, from the start. `tokens` and `stream` are
+    and goes on without end; `val` and `test` are read in a fixed order, from the start. `tokens` and `stream` are
     the sections of the configuration of these names. `columns` are obs columns whose level codes a batch has, with the
     names of the levels in `levels`, and `number_columns` those whose numbers it has. Raises ConfigError, or DataError
     for shards that are damaged or have no such cells or columns.
