@@ -128,6 +128,12 @@ def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any
         opened(folder, **options)
 
 
+def test_fewer_cells_than_ranks_are_refused_in_one_line(folder: Path) -> None:
+    stream = LANES | {"lanes": 16, "train_frac": 0.01}
+    with pytest.raises(DataError, match=r"/manifest\.json: train: \d cells for 16 ranks; use fewer ranks$"):
+        opened(folder, stream=stream, world_size=16)
+
+
 @pytest.mark.parametrize("changed", [{"step": 14}, {"step": -1}, {"epoch": -1}, {"fingerprint": None}, {"step": None}])
 def test_a_state_of_another_stream_is_refused_in_one_line(changed: dict[str, Any], folder: Path) -> None:
     stream = opened(folder)  # 14 steps an epoch

@@ -7,7 +7,6 @@ reads the layout's own JSON, so nothing here imports torch or unpickles: the tok
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os.path import normpath
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,7 +75,7 @@ class PublishedFolder:
     def name(self) -> str:
         """A name for files, different for each folder: of its letters, digits, dots and dashes, and a digest."""
         letters = re.sub(r"[^A-Za-z0-9.-]+", "_", self.folder.name)[:60]
-        return f"{self.kind}-{letters}-{digest(normpath(self.folder))[:8]}"
+        return f"{self.kind}-{letters}-{digest(str(self.folder))[:8]}"
 
     @property
     def model(self) -> str:

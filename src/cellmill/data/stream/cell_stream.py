@@ -104,7 +104,8 @@ class CellStream:
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
         self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
-        assert self.n_cells >= world or not shuffle, f"{self.n_cells} cells for {world} ranks"
+        if shuffle and self.n_cells < world:
+            raise DataError(f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks")
         self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
         self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
