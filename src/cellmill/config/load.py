@@ -185,7 +185,7 @@ def check_config(tree: Any, source: str = "config/config.yaml", workflow: type[W
         where, message = explain(error, workflow)
         for name, run in tree["runs"].items():  # without its parent's sections a run may be wrong
             published = PublishedFolder.named_by(str((run or {}).get("init_from")))
-            if where[-1] != "init_from" and published is not None and (problem := _problem(published)) is not None:
+            if where[-1:] != ["init_from"] and published is not None and (problem := _problem(published)) is not None:
                 where, message = ["runs", name, "init_from"], problem
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
