@@ -241,11 +241,11 @@ def test_a_gap_in_words() -> None:
         gap, model=Closed("embedding + kNN", 87.4, 79.6, 94.2), baseline=Closed("all genes", 101.4, 90, 110)
     )
     assert gap_words(closed) == (
-        "closes 87 % (80 to 94) of the gap between majority 0.353 and all genes with half of the labels 0.810; "
-        "best baseline 101 %"
+        "closes 87 % (80 to 94) of the gap from majority (0.353) to all genes with half of the labels (0.810); "
+        "the best baseline, all genes, closes 101 %"
     )
     assert gap_words(gap) == (
-        "no scale: all genes with half of the labels 0.810 is not clearly better than majority 0.353"
+        "no scale: all genes with half of the labels (0.810) is not clearly better than majority (0.353)"
     )
 
 

@@ -185,10 +185,23 @@ def test_comparisons_are_listed_by_their_outcomes() -> None:
     assert sentences_of("level", replace(run, evaluation=None)) == []
 
 
+@pytest.mark.parametrize(
+    ("outcome", "box"),
+    [("behind", '"losses any"><h4>Where models are behind<'),
+     ("level", '"losses"><h4>Where models are behind: in no comparison<')],
+)  # fmt: skip
+def test_the_box_of_comparisons_warns_only_where_a_model_is_behind(tmp_path: Path, outcome: Outcome, box: str) -> None:
+    run = make_run(tmp_path / "first")
+    metrics = json.loads((run / "evaluate/metrics.json").read_text())
+    metrics["datasets"]["pbmc"]["tasks"]["probe"]["verdicts"] = [asdict(replace(LOST, outcome=outcome))]
+    write(run / "evaluate/metrics.json", metrics)
+    assert f"<div class={box}" in render("r", [read_run(run)], [])
+
+
 def test_a_gap_without_a_scale_is_in_the_table_and_not_in_the_first_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     metrics = json.loads((run / "evaluate/metrics.json").read_text())
-    words = "no scale: all 0.410 is not clearly better than majority 0.400"
+    words = "no scale: all (0.410) is not clearly better than majority (0.400)"
     metrics["datasets"]["pbmc"]["tasks"]["probe"]["gaps"] = [{"column": "accuracy", "words": words, "model": None}]
     write(run / "evaluate/metrics.json", metrics)
     text = " ".join(_Page(render("r", [read_run(run)], [])).text.split())
@@ -254,6 +267,14 @@ def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_pa
     ]  # fmt: skip
     [chart] = json.loads(drawings.data)
     assert chart["rows"] == [[EVIL, "training", 1, 2.0], [EVIL, "validation", 2, 1.0]]
+
+
+def test_a_linear_axis_has_head_room_above_the_highest_value() -> None:
+    figure = figures.curves("Memory", {"a": [(1, 0.3), (2, 0.5)], "b": [(1, 0.4)]}, "GB")
+    assert figure.spec["encoding"]["y"]["scale"] == {"zero": False, "nice": True, "domainMax": 0.51}
+    assert figures.curves("Memory", {"a": []}, "GB").spec["encoding"]["y"]["scale"] == {"zero": False, "nice": True}
+    steep = figures.losses("Loss", {"a": {"training": [(1, 9.0), (2, 1.0)]}})
+    assert steep.spec["encoding"]["y"]["scale"] == {"type": "log"}
 
 
 def test_a_umap_shows_at_most_4000_cells_with_3_decimals_by_label_or_batch() -> None:

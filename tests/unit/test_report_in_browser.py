@@ -117,6 +117,8 @@ def test_every_figure_is_drawn_without_an_error_and_nothing_scrolls_sideways(
         wait_for(lambda s=f"{shown} return {live}": browser.run(s))
     assert browser.errors() == []
     assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    cut = "return [...document.querySelectorAll('.wide')].filter((t) => t.scrollWidth > t.clientWidth).length"
+    assert width < 1280 or browser.run(cut) == 0
     sections = browser.run("return [...document.querySelectorAll('main > section')].map((s) => s.id)")
     assert sections == ["overview", "training", "data", "evaluation", "cost", "provenance"]
 

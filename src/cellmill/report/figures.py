@@ -64,10 +64,11 @@ class Figure:
     canvas: bool = False  # thousands of marks: drawn as a bitmap
 
 
-def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str, log: bool = False) -> Figure:
+def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str) -> Figure:
     """(step, value) of each run, a colour each."""
     rows = [{"name": name, "step": step, "value": _short(v)} for name, of in series.items() for step, v in _thinned(of)]
-    return Figure(title, rows, {"height": 210} | _lines([*series], "step", y, log))
+    values = [value for of in series.values() for _, value in of]
+    return Figure(title, rows, {"height": 210} | _lines([*series], "step", y, values))
 
 
 def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
@@ -81,7 +82,7 @@ def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, flo
     values = [value for kinds in runs.values() for points in kinds.values() for _, value in points]
     # on a linear axis, the first steps would flatten the rest
     log = bool(values) and min(values) > 0 and max(values) > 5 * min(values)
-    spec = _lines([*runs], "step", "loss", log)
+    spec = _lines([*runs], "step", "loss", values, log)
     dash = {"field": "of", "sort": ["validation", "training"], "scale": {"range": [[1, 0], [3, 3]]}}
     return Figure(title, rows, spec | {"height": 250, "encoding": spec["encoding"] | {"strokeDash": dash}})
 
@@ -127,7 +128,7 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
                 rows.append({"name": name, "of": "law", "size": _short(x), "value": _short(y)})
     if curve["baseline"] is not None:
         rows.append({"name": curve["baseline"]["name"], "of": "baseline", "value": _short(curve["baseline"]["value"])})
-    spec = _lines([*lines], "size", curve["metric"], log=False)
+    spec = _lines([*lines], "size", curve["metric"])
     scale = {"type": "log"} if all(row.get("size", 1) > 0 for row in rows) else {}
     x = _number("size", title=curve["quantity"].replace("_", " "), scale=scale)
     encoding = {key: value for key, value in spec["encoding"].items() if key != "opacity"} | {"x": x}
@@ -226,7 +227,11 @@ def _number(field: str, **options: Any) -> dict[str, Any]:
     return {"field": field, "type": "quantitative", **options}
 
 
-def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
+def _lines(names: Sequence[str], x: str, y: str, values: Sequence[float] = (), log: bool = False) -> dict[str, Any]:
+    """Lines over `x`, a colour each; a linear y axis has head-room above the highest of `values`."""
+    scale: dict[str, Any] = {"type": "log"} if log else {"zero": False, "nice": True}
+    if values and not log:
+        scale["domainMax"] = _short(max(values) + (max(values) - min(values)) / 20)
     tint: dict[str, Any] = {
         "field": "name", "type": "nominal",
         "scale": {"domain": [*names], "range": [colour(i) for i in range(len(names))]},
@@ -236,8 +241,7 @@ def _lines(names: Sequence[str], x: str, y: str, log: bool) -> dict[str, Any]:
         "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.5},
         "encoding": {
             "x": _number(x, title=x, axis={"format": ",d", "grid": False}),
-            "y": _number("value", title=y.replace("_", " "), axis={"tickCount": 5},
-                         scale={"type": "log"} if log else {"zero": False}),
+            "y": _number("value", title=y.replace("_", " "), axis={"tickCount": 5}, scale=scale),
             "color": tint, "opacity": PICKED, "tooltip": [{"field": "name"}, _number(x), _number("value")],
         },
     }  # fmt: skip

@@ -86,11 +86,11 @@ class Gap:
 
 def gap_words(gap: Gap) -> str:
     """The gap in words that follow the name of the model's row, if there is a scale."""
-    zero, ceiling = (f"{name} {score:.3f}" for name, score in (gap.zero, gap.ceiling))
+    zero, ceiling = (f"{name} ({score:.3f})" for name, score in (gap.zero, gap.ceiling))
     if gap.model is None or gap.baseline is None:
         return f"no scale: {ceiling} is not clearly better than {zero}"
     percent, low, high = (round(number) for number in (gap.model.percent, gap.model.low, gap.model.high))
     return (
-        f"closes {percent} % ({low} to {high}) of the gap between {zero} and {ceiling}; best baseline "
-        f"{round(gap.baseline.percent)} %"
+        f"closes {percent} % ({low} to {high}) of the gap from {zero} to {ceiling}; the best baseline, "
+        f"{gap.baseline.name}, closes {round(gap.baseline.percent)} %"
     )
