@@ -90,6 +90,8 @@ def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path:
         ConfigError, match=rf"^knock_out.genes: '{symbol}x' is not a gene of the model; did you mean '{symbol}'\?$"
     ):
         _made(corpus, tmp_path / "out.h5ad", genes=[f"{symbol}x"])
+    with pytest.raises(ConfigError, match=rf"did you mean '{symbol}'\?$"):
+        _made(corpus, tmp_path / "out.h5ad", genes=[symbol.lower()])
     n = int((cells.X[:, 0] > 0).sum())
     rare = f"^knock_out.genes: {symbol} has counts in {n} of the drawn cells, knock_out.min_cells is {cells.n_obs}; "
     with pytest.raises(ConfigError, match=rare):

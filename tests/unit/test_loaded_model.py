@@ -162,3 +162,10 @@ def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
     code = "import cellmill, sys; print(cellmill.load.__name__, {'torch', 'numpy', 'anndata'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "load set()\n"
+
+
+def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(folder)
+    with pytest.raises(DataError, match=rf"run: this is the folder of a run; its model is {tmp_path}/run/model$"):
+        cellmill.load(tmp_path / "run")

@@ -137,6 +137,6 @@ def rows_of_genes(section: KnockOut, vocabulary: Vocabulary, n_expressing: np.nd
         if n_expressing[row] < section.min_cells:
             raise ConfigError(
                 f"knock_out.genes: {name} has counts in {n_expressing[row]:,} of the drawn cells, knock_out.min_cells "
-                f"is {section.min_cells:,}; leave it out, or raise knock_out.cells"
+                f"is {section.min_cells:,}; leave it out, or lower knock_out.min_cells"
             )
     return np.unique([*rows.values()])

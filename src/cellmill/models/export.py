@@ -88,6 +88,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     """Return the exported model in eval mode, its vocabulary, and config.json. Raises DataError if unusable."""
     config_path, genes_path, weights = (folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS))
+    if not config_path.exists() and (folder / "model" / "config.json").exists():
+        raise DataError(f"{folder}: this is the folder of a run; its model is {folder / 'model'}")
     config = read_model_config(config_path)
     vocabulary = Vocabulary.read(genes_path)
     if vocabulary.digest != config["vocabulary_digest"]:
