@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
     "a control": (
         {"perturbation": "guide", "control": "nt"},
-        "no cell has 'nt' (the dataset's control) in obs column 'guide'; there are: MYC, NT, TP53",
+        "no cell has 'nt' (the dataset's control) in obs column 'guide'; did you mean 'NT'?",
     ),
     "a dose": ({"dose": "assay"}, "obs column 'assay' (the dataset's dose) expected numbers, got "),
 }
