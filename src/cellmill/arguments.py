@@ -124,18 +124,14 @@ def _add_model(stages: Any) -> None:
     external.add_argument("--out", type=Path, required=True, help="the .h5ad to write, for evaluate --external")
 
     predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
-    predict.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    predict.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
-    _add(predict, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    _add_model_and_cells(predict)
     predict.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obs['cellmill_label']")
     predict.add_argument("--append", action="store_true", help=help_append)
     _add_given(predict, "embed", "min_coverage_frac", "min_expressed_frac")
     _add_given(predict, "predict", "min_probability", "min_accuracy")
 
     knock_out = _stage(stages, "knock_out", "remove genes one by one and measure how far embeddings move", "run")
-    knock_out.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    knock_out.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
-    _add(knock_out, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    _add_model_and_cells(knock_out)
     knock_out.add_argument("--out", type=Path, required=True, help="the .h5ad to write: cells by genes")
 
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
@@ -305,6 +301,12 @@ def _add_run_commands(stages: Any) -> None:
             parser.add_argument("--to", required=True, metavar="NAME", help="tracker, as in `track.to`")
         if name == "watch":
             _add(parser, "--every-s", 2.0, "seconds between updates", type=_seconds)
+
+
+def _add_model_and_cells(parser: Any) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="folder of an exported model")
+    parser.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
+    _add(parser, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
 
 
 def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:

@@ -99,9 +99,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
     if text is not None:
         return check_options(OPTIONS[stage], *_sections(text))
-    if (
-        stage in ("embed", "knock_out", "predict") and name is None and config == CONFIG
-    ):  # an exported model needs no configuration
+    if stage in ("embed", "knock_out", "predict") and name is None and config == CONFIG:  # a model needs no config
         return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)
