@@ -29,12 +29,14 @@ def copy_run(run: Path, out: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """Print one line."""
+    """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", type=Path, nargs="?", default=Path("results"))
     parser.add_argument("--runs", type=int, default=10)
     given = parser.parse_args()
-    first = min(path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json"))
+    first = min((path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json")), default=None)
+    if first is None:
+        parser.error(f"{given.results} holds no evaluated run; `make demo` makes one in results")
     with tempfile.TemporaryDirectory(prefix="report-") as name:
         folder = Path(name)
         runs = [folder / "runs" / f"{first.name}{number}" for number in range(given.runs)]
@@ -42,16 +44,14 @@ def main() -> None:
             copy_run(first, run, number)
         corpora = sorted(path.parent.parent for path in given.results.glob("corpora/*/shards/manifest.json"))
         out = folder / "report" / "index.html"
-        command = [sys.executable, "-m", "cellmill.cli", "report", "--config", "config/config.yaml"]
+        command = [sys.executable, "-m", "cellmill.cli", "report", "--options", '{"report": {}}']
         command += ["--runs", *map(str, runs), "--corpora", *map(str, corpora), "--out", str(out)]
         begin = time.monotonic()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall_s, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-        figures = len(list((out.parent / "figures").glob("*.svg")))
-        print(
-            f"{given.runs} runs: {out.stat().st_size / 1e6:.2f} MB, {figures} figures, "
-            f"{wall_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} CPU-s, {used.ru_maxrss / 1e6:.2f} GB"
-        )
+        size, cpu_s = out.stat().st_size / 1e6, used.ru_utime + used.ru_stime
+    print("| runs | page | seconds | CPU-seconds | peak MB |", "|---:|---:|---:|---:|---:|", sep="\n")
+    print(f"| {given.runs} | {size:.2f} MB | {wall_s:.1f} | {cpu_s:.1f} | {used.ru_maxrss / 1024:.0f} |")
 
 
 if __name__ == "__main__":

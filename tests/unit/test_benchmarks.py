@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reported import make_corpus, make_run
 
 from cellmill.config import load_config
 
@@ -20,11 +21,13 @@ TINY = {
     "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
     "demo.py": "--repeats 1 --until shard",
     "embed.py": "--cells 300 --detected 100 --repeats 1",
+    "finetune.py": "{cells} --label cell_type --shots 5 --seeds 1 --epochs 1 --steps 2 --methods lora",
     "gpu.py": "--toy",
     "loader.py": "--cells 4096 --batch 16 --repeats 1",
     "million.py": "--cells 400 --files 2 --detected 600",
     "prepare.py": "--cells 400 --detected 100 --repeats 1",
     "regression.py": "--repeats 1 --problems 1",
+    "report.py": "{results} --runs 2",
     "scaling.py": "--steps 1 --cells 1",
     "step_plan.py": "--worlds 2 --cells 2 --steps 2",
     "train_step.py": "--steps 1 --threads 1 --longest 64 --device cpu",
@@ -34,11 +37,14 @@ TINY = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TINY)
-def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, name: str) -> None:
+def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, simulated: Path, name: str) -> None:
+    run, _ = make_run(tmp_path / "results/runs/first"), make_corpus(tmp_path / "results/corpora/pbmc")
+    (run / "train/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "val_loss": 1.6}\n')
+    arguments = TINY[name].format(cells=simulated, results=tmp_path / "results").split()
     script = root / "benchmarks" / name.partition(" ")[0]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script, *TINY[name].split()], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|---" in done.stdout
