@@ -241,6 +241,8 @@ def scanpy_genes(path: Path, flavor: str, n: int) -> set[str]:
             scanpy.pp.normalize_total(data, target_sum=1e4)
             scanpy.pp.log1p(data)
         scanpy.pp.highly_variable_genes(data, flavor=flavor, n_top_genes=n)
+    if flavor == "seurat":  # scanpy 1.10 selects one gene more
+        return set(data.var["dispersions_norm"].nlargest(n).index)
     return set(data.var_names[data.var["highly_variable"]])
 
 

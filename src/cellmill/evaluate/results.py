@@ -138,7 +138,9 @@ def _vectors(
             f"that differs is cell {at + 1:,}, {there} instead of {here}{remedy}"
         )
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
-        form = f"shape {stored.shape} of {stored.dtype}" if isinstance(stored, h5py.Dataset) else "no dense array"
+        # a null dataset, as anndata 0.12 writes for X = None, has no shape
+        dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
+        form = f"shape {stored.shape} of {stored.dtype}" if dense else "no dense array"
         wanted = where if where.endswith(f"{KEY!r}]") else f"obsm[{EXTERNAL_KEY!r}] or X"
         raise DataError(f"{source}: expected a dense array of numbers in {wanted}, got {form}{remedy}")
     if stored.shape[0] != len(names) or not stored.shape[1]:
