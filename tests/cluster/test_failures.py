@@ -65,8 +65,10 @@ def ends(run: Launched, pattern: str) -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_node(failed: dict[str, Launched]) -> None:
-    ends(failed["raises"], r"rank 1 on node1: ValueError: planted bug; its traceback is in the log")
-    assert 'raise ValueError("planted\\nbug")' in failed["raises"].printed
+    raises = failed["raises"]
+    ends(raises, r"rank 1 on node1: ValueError: planted bug; its traceback is in node-0.log beside the job's log")
+    assert "Traceback" not in raises.printed, "what followed in the other ranks would hide the line"
+    assert 'raise ValueError("planted\\nbug")' in (raises.train / "jobs" / "001" / "node-0.log").read_text()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(failed: dict[str, Launched]) -> None:

@@ -114,8 +114,9 @@ def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: lis
     assert hang_line(earlier, now, "600 s (train.timeout_s)") == line
 
 
-def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(failure, "JOIN_S", 0.0)
+    monkeypatch.setenv("CELLMILL_NODE_LOG", str(tmp_path / "node-0.log"))
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent.set("nodes/1", "node7")
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
@@ -130,6 +131,7 @@ def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.Monk
         "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 0.4 s (train.timeout_s) "
         "at joining the process group"
     )
+    assert "most recent call first" in (tmp_path / "node-0.log").read_text(), "the stack of a rank that waits"
     agent.delete_key("watch/1")
     watch = HangWatch()
     watch.start(0.4, lines.put)

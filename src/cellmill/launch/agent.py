@@ -20,7 +20,7 @@ import psutil
 
 from cellmill.files import write_text
 from cellmill.imports import importing
-from cellmill.launch.job import ERROR_FILE
+from cellmill.launch.job import ERROR_FILE, NODE_LOG
 from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous, node_name
 from cellmill.runs.jobs import LATE
 
@@ -162,10 +162,8 @@ def interface_of(address: str) -> str | None:
 
 
 def run() -> None:
-    """Run torchrun. Its messages and tracebacks go to `node-N.log` beside the job's error file, if it has one."""
-    given, host = os.environ[ERROR_FILE], socket.gethostname()
-    error_file = Path(given or os.devnull)
-    log = error_file.with_name(f"node-{Rendezvous.from_environment().node}.log") if given else error_file
+    """Run torchrun. Its messages and tracebacks go to the node's log in a cluster job, otherwise nowhere."""
+    given, host, log = os.environ[ERROR_FILE], socket.gethostname(), os.environ.get(NODE_LOG, os.devnull)
     logging.raiseExceptions = False  # the disk may be full
     for name in ("torch", "torch.distributed"):
         logging.getLogger(name).handlers = [logging.FileHandler(log, delay=True)]
@@ -176,11 +174,12 @@ def run() -> None:
         logging.getLogger("torch").error("%s", error)
         rank, failure = error.get_first_failure()
         ended = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        sys.exit(1 if given and error_file.exists() else f"rank {rank} on {host} ended with {ended}")
+        sys.exit(1 if given and Path(given).exists() else f"rank {rank} on {host} ended with {ended}")
     except Exception as error:
         logging.getLogger("torch").exception("torchrun failed")
         sys.exit(
-            f"torchrun on {host}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; its traceback: {log}"
+            f"torchrun on {host}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            + (f"; its traceback: {log}" if NODE_LOG in os.environ else "")
         )
 
 

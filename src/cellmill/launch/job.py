@@ -25,6 +25,8 @@ from cellmill.launch.signals import STOP_SIGNALS, Interrupted, children, die_wit
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
 ERROR_FILE = "CELLMILL_ERROR_FILE"
 """Variable of the agent: the job's file for the line of a process that knows why it failed."""
+NODE_LOG = "CELLMILL_NODE_LOG"
+"""Variable of a cluster job's agent and workers: the node's file for tracebacks and messages of torchrun."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import Job, Restarts, agent_environment, run_local, wait_for
+from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_local, wait_for
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
 from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
@@ -177,6 +177,7 @@ class NodeTask:
         place = Rendezvous(start, node.rank, len(hosts), hosts[0], tuple(hosts), join_s)
         interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         variables = agent_environment(self.nproc_per_node, 0, str(self.error))
+        variables[NODE_LOG] = str(self.error.with_name(f"node-{node.rank}.log"))
         return variables | place.environment() | (interface if self.interface else {})
 
 

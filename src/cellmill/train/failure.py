@@ -12,10 +12,12 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from cellmill.errors import UserError
 from cellmill.files import write_text
+from cellmill.launch.job import NODE_LOG
 from cellmill.launch.rendezvous import NODES, node_name
 from cellmill.planner.search import ask, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
@@ -48,7 +51,7 @@ def error_line(error: BaseException, folder: Path) -> str | None:
         return f"{error.filename or folder}: {error.strerror or error}"
     if _is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
         return None  # a peer or its node is lost, and says why itself if it could
-    return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in the log"
+    return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in {_trace_name()}"
 
 
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
@@ -65,6 +68,24 @@ def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
         )
     elif not connection.exists():
         _leave_line(connection, _process_group_line(error))
+
+
+@contextmanager
+def trace_file() -> Iterator[TextIO]:
+    """The file for this process's tracebacks: the node's log in a cluster job, where others would fill the job's log
+    with what followed from the first failure; otherwise stderr."""
+    try:
+        file = open(os.environ[NODE_LOG], "a", encoding="utf-8")  # noqa: SIM115
+    except (KeyError, OSError):  # none, or a full disk
+        yield sys.stderr
+        return
+    with file:
+        yield file
+
+
+def _trace_name() -> str:
+    given = os.environ.get(NODE_LOG)
+    return f"{Path(given).name} beside the job's log" if given else "the log"
 
 
 def give_up(error_file: Path, line: str) -> None:
@@ -195,7 +216,8 @@ class HangWatch:
                         stalled = 0
                         continue
                     if mine.passed == min(position.passed for position in now if position is not None):
-                        faulthandler.dump_traceback(sys.stderr)  # the stack goes to the log
+                        with trace_file() as file:
+                            faulthandler.dump_traceback(file)
                     silent = [other for other, position in enumerate(now) if position is None][:8]
                     keys = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
                     hosts = {other: agent.get(key).decode() for other, key in keys.items() if agent.check([key])}
@@ -220,7 +242,8 @@ def hang_line(
     ]
     behind = [rank for rank, position in known.items() if hindmost.passed == position.passed < furthest.passed]
     if len(now) == 1:
-        return f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}; its stack is in the log"
+        stuck = f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}"
+        return f"{stuck}; its stack is in {_trace_name()}"
     if not (hung := silent or behind):
         return f"all ranks have waited {waited} at {furthest.what} and none is behind: check the network between them"
     node = known[hung[0]].host if hung[0] in known else (hosts or {}).get(hung[0])

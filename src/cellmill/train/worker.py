@@ -45,7 +45,7 @@ with importing():
     from cellmill.planner.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder
     from cellmill.track.tracker import ConsoleTracker, JsonlTracker
-    from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason
+    from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason, trace_file
     from cellmill.train.loop import StopFlag, Trainer
     from cellmill.train.staging import Staging, agree, verify_shards
 
@@ -238,6 +238,7 @@ if __name__ == "__main__":
     except BaseException as error:
         expected = isinstance(error, UserError | OSError)
         if not expected:
-            traceback.print_exc()
+            with suppress(OSError), trace_file() as file:  # a full disk
+                traceback.print_exc(file=file)
         leave_reason(error_file, error, run_folder)
         os._exit(2 if expected else 1)  # no shutdown: other ranks may be in a collective that this one never joins
