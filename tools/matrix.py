@@ -48,7 +48,8 @@ def install(python: str, folder: Path, extras: str, constraints: list[str]) -> N
     subprocess.run([python, "-m", "venv", folder], check=True, capture_output=True, text=True)
     (folder / "constraints.txt").write_text("\n".join(constraints), encoding="utf-8")
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    words = [*pip, "--constraint", folder / "constraints.txt", "--editable", f"{ROOT}[{extras}]", "setuptools"]
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    words = [*pip, "--constraint", folder / "constraints.txt", "--editable", f"{ROOT}[{extras}]", *built]
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 

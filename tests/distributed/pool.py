@@ -100,7 +100,7 @@ class Pool:
 def _forget() -> None:
     """Empty torch's caches: they hold the meshes of the ended case, whose groups have threads of gloo that poll."""
     _clear_sharding_prop_cache()
-    getattr(_redistribute, "clear_redistribute_planner_cache", gc.collect)()  # torch 2.11 has none
+    _redistribute.clear_redistribute_planner_cache()
     for cache in gc.get_objects():
         if type(cache) is functools._lru_cache_wrapper and cache.__module__.startswith("torch.distributed"):
             cache.cache_clear()
