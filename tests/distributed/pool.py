@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _redistribute
@@ -63,6 +64,8 @@ class Pool:
         if waiting or failed:
             self.close()
         for rank, text in sorted(failed.items()):
+            if torch.__version__ < "2.12" and "requires torch 2.12" in text:
+                pytest.skip(text.splitlines()[-1])
             raise AssertionError(f"rank {rank} in {case}:\n{text}")
         assert not waiting, f"ranks {sorted(waiting.values())} did not answer {case} within {within_s:g} s"
         return [answers[rank] for rank in range(self.world)]
@@ -100,7 +103,7 @@ class Pool:
 def _forget() -> None:
     """Empty torch's caches: they hold the meshes of the ended case, whose groups have threads of gloo that poll."""
     _clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", gc.collect)()  # torch 2.11 has none
     for cache in gc.get_objects():
         if type(cache) is functools._lru_cache_wrapper and cache.__module__.startswith("torch.distributed"):
             cache.cache_clear()

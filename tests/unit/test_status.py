@@ -407,6 +407,15 @@ def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_sl
     assert reasons_of_failed([str(tmp_path / "log")]) == ["cellmill embed: no cells"]
 
 
+def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_read_as_a_failure(tmp_path: Path) -> None:
+    (stage := tmp_path / "a.log").write_text("cellmill embed: of an earlier run\n")
+    ending = f"    jobid: 4\n    log: {stage} (check log file(s) for error details)\n"
+    refused = f"Error in rule embed:\n    message: SLURM sbatch failed. The error message was 'no QOS'.\n{ending}"
+    (tmp_path / "log").write_text(f"{refused}Error in rule embed:\n    message: None\n{ending}")
+    [line] = reasons_of_failed(str(tmp_path / "log"))
+    assert line.startswith("cellmill: stage embed: sbatch refused the job: no QOS; ")
+
+
 def test_stages_that_run_say_how_far_they_are(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left"
     logs = {

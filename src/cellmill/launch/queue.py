@@ -197,13 +197,17 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
     """
     reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
+        refusals = set[tuple[str, str]]()
         _, *errors = re.split(r"^Error in rule ", Path(log).read_text(encoding="utf-8"), flags=re.MULTILINE)
         for error in errors:
-            stage = error.partition(":")[0]
+            stage, jobid = error.partition(":")[0], error.partition("jobid: ")[2].partition("\n")[0]
+            if (stage, jobid) in refusals and "    message: None\n" in error:
+                continue  # Snakemake before 9.27 repeats its errors at the end, without sbatch's answer
             if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S):
                 said = " ".join(refused[1].replace("sbatch: error: ", "").split())
                 remedy = f"the request is in the profile, set-resources: {stage} or default-resources"
                 remedy = QUOTA_REMEDY if QUOTA.search(said) else remedy
+                refusals.add((stage, jobid))
                 reasons[f"cellmill: stage {stage}: sbatch refused the job: {said}; {remedy}"] = None
                 continue  # its rule's log, if there is one, is of an earlier run
             for names in re.findall(r"^    log: (.+) \(check log file", error, re.MULTILINE):

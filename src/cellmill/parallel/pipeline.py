@@ -18,9 +18,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 
 from cellmill.config.parallel import Parallel, pipeline_tokens
+from cellmill.errors import ConfigError
 from cellmill.parallel.apply import COMPUTE_DTYPE, reshard
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import PipelineStages, Schedules, process_of, tied_parameters
+from cellmill.parallel.stages import V_SHAPED, PipelineStages, Schedules, process_of, tied_parameters
 from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}  # torch's names of schedules, where they differ from ours
@@ -33,6 +34,11 @@ class PipelineModel(StepModel):
         super().__init__()
         self.stages, self.parallel = stages, parallel
         self.group = mesh.pp.get_group()
+        if parallel.schedule in V_SHAPED and torch.__version__ < "2.12" and dist.get_backend(self.group) == "gloo":
+            raise ConfigError(  # a process sends to its own next stage, which gloo refuses
+                f"parallel.schedule {parallel.schedule} requires torch 2.12 between CPUs, this is {torch.__version__}; "
+                "install a later one, or set schedule to InterleavedZeroBubble"
+            )
         self.device = mesh.device
         sharded = isinstance(stages.parts[0], FSDPModule)
         dtype = COMPUTE_DTYPE.get(parallel.precision)
