@@ -149,12 +149,12 @@ def test_a_job_that_vanishes_is_followed_by_another_if_the_run_is_not_done(scrip
     printed = scripted.run(
         listed("RUNNING"), *[NONE] * 5, listed("COMPLETED", job=8), sbatch=[submitted(), submitted(8)]
     )
-    assert "job 7 ended with GONE; going on from step 5 with another job\n" in printed
+    assert "job 7 ended with NOT_LISTED; going on from step 5 with another job\n" in printed
     assert len(scripted.calls("sbatch")) == 2
 
 
 def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
-    line = "3 jobs in a row ended without a new checkpoint; job 7 ended with GONE; if the jobs"
+    line = "3 jobs in a row ended without a new checkpoint; job 7 ended with NOT_LISTED; if the jobs"
     assert scripted.refused(before=[NONE]).startswith(line)
     assert len(scripted.calls("sbatch")) == 3
 
@@ -232,8 +232,8 @@ def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_en
     assert "enough" in scripted.refused(listed("RUNNING"), *[NONE] * 50, **answers)
     assert (
         "job 7: squeue no longer lists it and it gives no sign of life, though sacct says RUNNING: taken for ended "
-        "(`sacctmgr show runawayjobs` lets an administrator correct sacct)\njob 7: GONE\n"
-        "job 7 ended with GONE; going on from step 0 with another job\n"
+        "(`sacctmgr show runawayjobs` lets an administrator correct sacct)\njob 7: NOT_LISTED\n"
+        "job 7 ended with NOT_LISTED; going on from step 0 with another job\n"
     ) in scripted.capsys.readouterr().out
 
 
@@ -441,7 +441,7 @@ def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it
 ) -> None:
     own = claim(done.train, "7")
     monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0)
-    assert "GONE" not in done.run(listed("RUNNING"), *[NONE] * 20, listed("COMPLETED"))
+    assert "NOT_LISTED" not in done.run(listed("RUNNING"), *[NONE] * 20, listed("COMPLETED"))
     assert len(done.calls("sbatch")) == 1
     own.release()
 

@@ -195,7 +195,7 @@ def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, caps
     squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
     assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in status(results, capsys)
     squeue(results)
-    assert "one  stopped  100/600     -  41   GONE" in status(results, capsys)
+    assert "one  stopped  100/600     -  41   NOT_LISTED" in status(results, capsys)
     command(results, "sacct", "echo FAILED")
     assert "one  failed  100/600     -  41   FAILED" in status(results, capsys)
     assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", "status changes no file"
@@ -214,7 +214,7 @@ def test_an_allocation_that_outlives_its_training_is_not_running(
     train = run_of(results, "one", state=RUNNING)
     job(train, state="RUNNING")
     squeue(results, "41|RUNNING|None|node1|interactive")
-    assert "one  stopped  100/600     -  41   GONE (the allocation goes on)" in status(results, capsys)
+    assert "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in status(results, capsys)
     hold(train, holders)
     assert "one  running  100/600     -  41   RUNNING" in status(results, capsys)
 

@@ -26,7 +26,7 @@ from cellmill.launch.follow import how_to_end, lost_start
 from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, waiting_lines
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.jobs import GONE, UNKNOWN, CommandError, Jobs, JobState
+from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, CommandError, Jobs, JobState
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.progress import TAIL_BYTES, progress_of, read_lines
 from cellmill.track.follow import CurveTail, kind_of
@@ -71,7 +71,9 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
 RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-STOPPED = {"COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", GONE}
+STOPPED = {
+    *("COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", NOT_LISTED),
+}
 """End states after which the same command resumes."""
 POLL_S = 1.0
 STALE_S = 300.0  # age of a log whose stage is taken for dead: ten times that between two lines of progress
@@ -189,7 +191,7 @@ def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str
         return record.job_id, recorded
     for job in queued:
         if job.job_id == record.job_id:  # of another name: an allocation, which outlives what is started in it
-            return job.job_id, job.state if held else JobState(GONE, "the allocation goes on")
+            return job.job_id, job.state if held else JobState(NOT_LISTED, "the allocation goes on")
     state = Queue(POLL_S).state(record.job_id, record.name)  # ended while nobody followed it
     return record.job_id, recorded if state.name == UNKNOWN else state
 

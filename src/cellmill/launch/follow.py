@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, explained
-from cellmill.runs.jobs import GONE, UNKNOWN, UNLISTED, JobRecord, Jobs, JobState
+from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, UNLISTED, JobRecord, Jobs, JobState
 from cellmill.runs.lock import claimant
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
@@ -152,7 +152,7 @@ class JobFollower:
         if self._silent_since:
             say("squeue answers again")
             self._silent_since = 0.0
-        if state.name != GONE and state.reason != UNLISTED:
+        if state.name != NOT_LISTED and state.reason != UNLISTED:
             self._gone_since = 0.0
         elif self._is_gone():
             if state.reason == UNLISTED:
@@ -160,8 +160,8 @@ class JobFollower:
                     f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
                     f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct sacct)"
                 )
-            state = JobState(GONE)
-        elif state.name == GONE:
+            state = JobState(NOT_LISTED)
+        elif state.name == NOT_LISTED:
             return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
         text = state.name

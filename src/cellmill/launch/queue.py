@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from cellmill.runs.jobs import ALIVE, ENDED, FOREIGN, GONE, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
+from cellmill.runs.jobs import ALIVE, ENDED, NOT_LISTED, OTHER_JOB, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
 
 REMEDIES = {
     "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
@@ -71,7 +71,7 @@ class Queue:
     _answer: str | CommandError = field(default="", init=False)
 
     def state(self, job_id: str, name: str) -> JobState:
-        """The state of the job of this id and name; FOREIGN if the job of this id has another name."""
+        """The state of the job of this id and name; OTHER_JOB if the job of this id has another name."""
         try:
             jobs = {job.job_id: job for job in self._listed(self.poll_s)}
             if job_id not in jobs:  # a new job is in no earlier answer
@@ -79,13 +79,13 @@ class Queue:
         except CommandError as error:
             return JobState(UNKNOWN, str(error))
         if job := jobs.get(job_id):
-            return job.state if job.name == name else JobState(FOREIGN)
+            return job.state if job.name == name else JobState(OTHER_JOB)
         try:
             words = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"]).split()
         except CommandError:  # without accounting nothing is lost: the run's own files say how far it came
             words = []
         if not words or words[0] not in ALIVE | ENDED:
-            return JobState(GONE)
+            return JobState(NOT_LISTED)
         return JobState(words[0], UNLISTED if words[0] in ALIVE else "")
 
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:

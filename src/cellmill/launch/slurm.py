@@ -22,7 +22,7 @@ from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import SlurmJobs
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.jobs import CANCELLED, CONNECTION, FOREIGN, GONE, UNKNOWN, JobRecord, Jobs, error_line
+from cellmill.runs.jobs import CANCELLED, CONNECTION, NOT_LISTED, OTHER_JOB, UNKNOWN, JobRecord, Jobs, error_line
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
 from cellmill.runs.progress import training_seconds
 
@@ -79,7 +79,7 @@ class ShortJobs:
         )
 
 
-INFRASTRUCTURE = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", GONE, FOREIGN}
+INFRASTRUCTURE = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", NOT_LISTED, OTHER_JOB}
 """End states that are not the training's fault: another job continues."""
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
 TOO_SHORT = (
@@ -115,9 +115,10 @@ class SlurmLauncher:
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
             state = self.slurm.queue.state(newest.job_id, newest.name)
-            if state.alive or state.name in (UNKNOWN, GONE):  # it may still run: its follower waits until SLURM is sure
+            # it may still run: its follower waits until SLURM is sure
+            if state.alive or state.name in (UNKNOWN, NOT_LISTED):
                 return newest
-            newest.write_state(GONE if state.name == FOREIGN else state.name, state.reason, ended=True)
+            newest.write_state(NOT_LISTED if state.name == OTHER_JOB else state.name, state.reason, ended=True)
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:

@@ -26,7 +26,7 @@ from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
 from cellmill.planner.devices import DEVICES, known_device, sizes_of
 from cellmill.preflight.checks import TRAIN, Check, doubt, judged, no, ok
-from cellmill.runs.jobs import GONE
+from cellmill.runs.jobs import NOT_LISTED
 from cellmill.runs.lock import locked
 
 CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
@@ -226,7 +226,7 @@ class NodeCheck:
             with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
                 machine = self.machine.model_copy(update=short)
                 end = run_once(self._job, machine, self.folder, lock, self.wait_s)
-            if end.state in ("COMPLETED", GONE):
+            if end.state in ("COMPLETED", NOT_LISTED):
                 settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
             self._look()
         except StillQueued as error:

@@ -38,8 +38,8 @@ from cellmill.files import fsync, read_json, write_json
 if TYPE_CHECKING:  # the agent of a node needs no configuration
     from cellmill.config.machine import Machine
 
-GONE = "GONE"  # SLURM no longer knows the job
-FOREIGN = "FOREIGN"
+NOT_LISTED = "NOT_LISTED"  # SLURM no longer knows the job
+OTHER_JOB = "OTHER_JOB"
 """SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
 UNKNOWN = "UNKNOWN"  # squeue gave no usable answer
 UNLISTED = "not in squeue"
@@ -57,7 +57,7 @@ ENDED = {
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state in SLURM's words (or GONE, FOREIGN or UNKNOWN), why it is pending or unknown, and its nodes."""
+    """A job's state in SLURM's words, NOT_LISTED, OTHER_JOB or UNKNOWN; why it is pending or unknown; and its nodes."""
 
     name: str
     reason: str = ""
