@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, make_corpus
-from loader_floor import c_loop
+from loader_floor import c_loop, c_tokens
 from loader_peers import CONTINUOUS, PEERS, RANK, RAW, Epochs
 from origin import commit, machine
 
@@ -179,6 +179,7 @@ def print_goals(turns: dict[Key, Turns]) -> None:
         (scdl, RAW, 1.5),
         *((one, gives, 0.85) for gives in (CONTINUOUS, RANK, BINNED, RAW)),
         (("C loop", "of memcpy"), RAW, 0.6),
+        *((("C loop", "of tokens"), gives, 1) for gives in (CONTINUOUS, RANK)),
     ):
         if (*other, gives) in turns:
             pair = turns[*ours, gives], turns[*other, gives]
@@ -269,7 +270,12 @@ LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = {
     ("cellmill", f"{lanes} lane{'s' * (lanes > 1)}", gives): own(lanes, gives)
     for lanes in (8, 1)
     for gives in (CONTINUOUS, RANK, BINNED, RAW)
-} | {("C loop", "of memcpy", RAW): c_loop, **PEERS}
+} | {
+    ("C loop", "of memcpy", RAW): c_loop,
+    ("C loop", "of tokens", CONTINUOUS): lambda corpus, batch: c_tokens(corpus, batch, continuous=True),
+    ("C loop", "of tokens", RANK): lambda corpus, batch: c_tokens(corpus, batch, continuous=False),
+    **PEERS,
+}
 
 
 if __name__ == "__main__":

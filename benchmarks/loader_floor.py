@@ -1,10 +1,12 @@
-"""The least that shuffled rows can cost: a loop in C that copies each row from a mapped file to its place in a window.
+"""The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to its place in a window,
+and one that makes tokens of rows that were read into a window, batch by batch, in memory that stays in the cache.
 
-It knows where each row is and where it goes before it is timed. What it does not do: choose an order, keep lanes
-apart, read ahead, check a length, or give batches.
+They know where each row is and where it goes before they are timed. What they do not do: choose an order, keep lanes
+apart, read ahead, check a length, or keep a batch.
 """
 
 import ctypes
+import os
 import shutil
 import subprocess
 import tempfile
@@ -12,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from loader_corpus import BLOCK_CELLS, WINDOW_BLOCKS, Corpus
+from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus
 
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 
+Window = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 SOURCE = """
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 void scatter(int64_t rows, const char **genes, const char **counts, int64_t width, const int64_t *shard,
@@ -27,12 +31,31 @@ void scatter(int64_t rows, const char **genes, const char **counts, int64_t widt
         memcpy(out_counts + width * to[i], counts[shard[i]] + width * from[i], width * length[i]);
     }
 }
+void tokens(int64_t rows, const int32_t *genes, const uint16_t *counts, const int64_t *from, const int64_t *length,
+            const int64_t *kept, const int64_t *to, int32_t *ids, int32_t *places, int continuous) {
+    float of_count[64], *values = (float *)places;
+    for (int64_t r = 0; r < rows; r++) {
+        const int32_t *own = genes + from[r];
+        const uint16_t *count = counts + from[r];
+        for (int64_t i = 0; i < kept[r]; i++) ids[to[r] + i] = own[i] + 2;
+        if (!continuous) {
+            for (int64_t i = 0; i < kept[r]; i++) places[to[r] + i] = i;
+            continue;
+        }
+        uint64_t total = 0;
+        for (int64_t i = 0; i < length[r]; i++) total += count[i];
+        float scale = 1e4f / total;
+        for (int i = 0; i < 64; i++) of_count[i] = log1pf(i * scale);
+        for (int64_t i = 0; i < kept[r]; i++)
+            values[to[r] + i] = count[i] < 64 ? of_count[count[i]] : log1pf(count[i] * scale);
+    }
+}
 """
 
 
 def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     """Epochs of windows, as numbers of their cells. Raises FileNotFoundError without a C compiler."""
-    scatter, shards = _compiled(), open_shards(Manifest.read(corpus.manifest), "train")
+    scatter, shards = _compiled("scatter"), open_shards(Manifest.read(corpus.manifest), "train")
     mapped = [np.memmap(shard.path, np.uint8, mode="r") for shard in shards]
     genes, counts = (
         (ctypes.c_void_p * len(shards))(*(m.ctypes.data + at.offset for m, at in zip(mapped, stored)))
@@ -46,22 +69,56 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
 
     def epoch() -> Iterator[int]:
         for shard, start, length, target in windows:
-            where = (array.ctypes.data_as(ctypes.c_void_p) for array in (shard, start, length, target))
-            scatter(
-                len(shard),
-                genes,
-                counts,
-                width,
-                *where,
-                *(ctypes.c_void_p(o.ctypes.data) for o in (out_genes, out_counts)),
-            )
+            where = map(_pointer, (shard, start, length, target))
+            scatter(len(shard), genes, counts, width, *where, _pointer(out_genes), _pointer(out_counts))
             yield len(shard)
 
     while True:
         yield epoch()
 
 
-def _windows(indptr: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+def c_tokens(corpus: Corpus, batch: int, continuous: bool) -> Iterator[Iterator[int]]:
+    """Epochs of windows, as numbers of their cells: blocks are read into the window, and batches made of it."""
+    make, shards = _compiled("tokens"), open_shards(Manifest.read(corpus.manifest), "train")
+    assert all(shard.dtype.itemsize == 2 for shard in shards)
+    files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
+    windows = list(map(_planned, _windows([shard.indptr for shard in shards])))
+    most = max(int(length.sum()) for _, (_, length, _) in windows)
+    genes, counts = np.empty(most, np.int32), np.empty(most, np.uint16)
+    ids, values = np.empty((2, batch * MAX_TOKENS), np.int32)
+
+    def epoch() -> Iterator[int]:
+        for blocks, (start, length, kept) in windows:
+            for at, first, place, n in blocks:
+                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[: 1 + continuous]:
+                    offset = stored.offset + array.itemsize * first
+                    assert os.preadv(files[at].fileno(), [array[place : place + n]], offset) == n * array.itemsize
+            for cell in range(0, len(kept), batch):
+                rows, to = slice(cell, cell + batch), np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
+                where = map(_pointer, (genes, counts, start[rows], length[rows], kept[rows], to, ids, values))
+                make(len(to), *where, int(continuous))
+            yield len(kept)
+
+    while True:
+        yield epoch()
+
+
+def _planned(window: Window) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Shard, first nonzero, place and nonzeros of each read, and start, nonzeros and tokens of cells in their order."""
+    shard, start, length, target = window
+    place = np.cumsum(length) - length  # of each row, as it is read
+    first = np.flatnonzero(np.append(True, (shard[1:] != shard[:-1]) | (start[1:] != (start + length)[:-1])))
+    nonzeros = np.add.reduceat(length, first)
+    order = np.argsort(target)
+    rows = place[order], length[order], np.minimum(length[order], MAX_TOKENS)
+    return np.stack([shard[first], start[first], place[first], nonzeros], axis=1).tolist(), rows
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _windows(indptr: list[np.ndarray]) -> Iterator[Window]:
     """Shard, first nonzero, nonzeros and place of each row of shuffled windows of shuffled blocks, in disk order."""
     draw = np.random.default_rng(0)
     shard = np.concatenate([np.full(len(of) - 1, at) for at, of in enumerate(indptr)])
@@ -78,17 +135,15 @@ def _windows(indptr: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray,
         yield shard[rows].astype(np.int64), start[rows], length[rows], target
 
 
-def _compiled() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def _compiled(name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "scatter.c", Path(folder) / "scatter.so"
+        source, library = Path(folder) / "loops.c", Path(folder) / "loops.so"
         source.write_text(SOURCE)
-        subprocess.run([compiler, "-O3", "-shared", "-fPIC", "-o", library, source], check=True)
-        function = ctypes.CDLL(str(library)).scatter
+        options = ["-O3", "-march=native", f"-DMAX_TOKENS={MAX_TOKENS}", "-shared", "-fPIC"]
+        subprocess.run([compiler, *options, "-o", library, source, "-lm"], check=True)
+        function = getattr(ctypes.CDLL(str(library)), name)
     function.restype = None
-    function.argtypes = [
-        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 6,
-    ]  # fmt: skip
     return function

@@ -1,12 +1,12 @@
-"""Cells a second of one training step: cellmill's own, against two padded encoders of plain PyTorch.
+"""Cells a second of one training step: cellmill's own, against encoders of plain PyTorch, packed and padded.
 
 The shape: 4 cells a step with 500 to 4,096 genes each (log-normal, mean about 1,940, as in real cells), 20,000 genes,
 masked_gene at 15 %. A step is all of it: masks, forward and backward, clipping at norm 1, fused AdamW. Every model has
 the same cells, the same masks and the same learning rate step by step, and its loss after all of them is printed. On a
 CPU the ratios are of CPU-seconds, which hold on a machine that is shared where seconds do not; give it --threads 1
-there, since waiting threads spin. The peers are `torch.nn.TransformerEncoder` and, where transformers is installed,
-`BertForMaskedLM`; both pad to the longest cell and compute logits at every position, which is how they are commonly
-used.
+there, since waiting threads spin. The peers are scaled_dot_product_attention cell by cell, without padding;
+`torch.nn.TransformerEncoder`; and, where transformers is installed, `BertForMaskedLM`. The last two pad to the longest
+cell and compute logits at every position, which is how they are commonly used.
 
     python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu] [--longest 4096]
 """
@@ -88,6 +88,22 @@ class PaddedEncoder(nn.Module):
         return F.linear(x, self.genes.weight, self.bias)
 
 
+class PackedEncoder(PaddedEncoder):
+    """The same without padding: attention cell by cell, logits of the masked tokens alone."""
+
+    def forward(self, genes: torch.Tensor, values: torch.Tensor, lengths: list[int], at: torch.Tensor) -> torch.Tensor:
+        """(targets, VOCABULARY) logits."""
+        x = self.genes(genes) + self.values(values[:, None])
+        for layer in self.encoder.layers:
+            own = layer.self_attn
+            qkv = F.linear(layer.norm1(x), own.in_proj_weight, own.in_proj_bias).view(len(x), 3, HEADS, -1)
+            cells = (cell.permute(1, 2, 0, 3)[:, None] for cell in qkv.split(lengths))
+            seen = [F.scaled_dot_product_attention(*cell)[0].transpose(0, 1).flatten(1) for cell in cells]
+            x = x + own.out_proj(torch.cat(seen))
+            x = x + layer.linear2(F.gelu(layer.linear1(layer.norm2(x))))
+        return F.linear(self.head(self.encoder.norm(x)[at]), self.genes.weight, self.bias)
+
+
 def packed(device: torch.device, precision: str) -> Work:
     """cellmill's own model and step, with the loss that the peers have."""
     return packed_step(SPEC, device, precision)
@@ -129,6 +145,18 @@ def padded(device: torch.device, precision: str) -> Work:
         genes, values, inside, answers = pad(batch, step, device)
         logits = model(genes, values, inside)
         return F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), ignore_index=NOT_ASKED)
+
+    return _plain(model, loss, device, precision)
+
+
+def packed_sdpa(device: torch.device, precision: str) -> Work:
+    """torch's scaled_dot_product_attention over packed cells, as it is written by hand."""
+    model = PackedEncoder().to(device)
+
+    def loss(batch: Batch, step: int) -> torch.Tensor:
+        masked = mask(batch, True, SPEC.objective, seed=0, step=step)
+        genes, values, at = (x.to(device) for x in (masked.genes, batch.values, masked.targets))
+        return F.cross_entropy(model(genes, values, batch.lengths, at).float(), batch.genes.to(device)[at])
 
     return _plain(model, loss, device, precision)
 
@@ -235,6 +263,7 @@ def measure(
     makers = {
         PACKED: packed,
         "cellmill, with the cell loss": packed_with_cell_loss,
+        "SDPA, packed": packed_sdpa,
         "nn.TransformerEncoder, padded": padded,
     }
     if BertForMaskedLM is not None:

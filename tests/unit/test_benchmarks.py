@@ -89,3 +89,18 @@ def test_padded_peers_of_train_step_answer_masked_tokens_alone(root: Path, monke
     assert inside.sum() == len(batch.genes)
     assert torch.equal(asked, (genes == 1) & inside)
     assert set(answers[asked].tolist()) <= set(batch.genes.tolist())
+
+
+def test_the_packed_peer_of_train_step_has_the_logits_of_the_padded_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    train_step = importlib.import_module("train_step")
+    batch = next(train_step.draw_batches(1, longest=64))
+    genes, values, inside, answers = train_step.pad(batch, 0, torch.device("cpu"))
+    padded, packed = train_step.PaddedEncoder(), train_step.PackedEncoder()
+    packed.load_state_dict(padded.state_dict())
+    masked = (answers != train_step.NOT_ASKED)[inside].nonzero().flatten()
+    found = packed(genes[inside], values[inside], batch.lengths, masked)
+    expected = padded(genes, values, inside)[answers != train_step.NOT_ASKED]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
