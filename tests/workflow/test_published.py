@@ -87,6 +87,10 @@ def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dr
         f"({parent}) has 16; make them equal"
     )
     if kind == "geneformer":
+        assert _line(project, parent, tokens={"tokenizer": "rank", "max_tokens": 16}, **objective) == (
+            "config/parent.yaml + config/config.yaml: runs.tuned: tokens.max_tokens is 16, the model to start from "
+            f"({parent}) has 32; make them equal"
+        )
         (folder / "token_dictionary_other.pkl").write_bytes(pickle.dumps({}))
         assert _line(project, parent, **objective) == (
             f"{start}: expected one token_dictionary*.pkl, got token_dictionary_gc.pkl, token_dictionary_other.pkl; "

@@ -9,6 +9,7 @@ config.json of an exported model is checked before it is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,26 +124,25 @@ def _problem(published: PublishedFolder) -> str | None:
 
 def _taken(run: Tree, own: Tree, theirs: Tree) -> Tree:
     """The sections of `run` that must equal the model's."""
-    taken = {}
-    for key, contract in INHERITED.items():
-        try:
-            before, now = contract.model_validate(theirs[key]), contract.model_validate(run[key])
-        except (ValidationError, ConfigError):  # the check of the whole reports the error
-            continue
-        if any(value != other for _, value, other in weight_pairs(before, now)):
-            taken[key] = contract.override(theirs[key], own.get(key) or {})
-    return taken
+    try:
+        unlike = {option.partition(".")[0] for option, before, now in weight_pairs(theirs, run) if before != now}
+    except (ValidationError, ConfigError):  # the check of the whole reports the error
+        return {}
+    return {key: INHERITED[key].override(theirs[key], own.get(key) or {}) for key in INHERITED if key in unlike}
 
 
-def weight_pairs(before: BaseModel, now: BaseModel) -> Iterator[tuple[str, Any, Any]]:
-    """Options of section model or tokens that must be equal: their names, values of the model, and of the run."""
-    if isinstance(now, FamilyConfig):
-        for key in dict.fromkeys(("family", *now.weight_keys)):
-            yield f"model.{key}", getattr(before, key, None), getattr(now, key)
-    elif isinstance(before, Tokens) and isinstance(now, Tokens):
-        yield "tokens.tokenizer", before.tokenizer, now.tokenizer
-        if before.value_kind == "class":  # rows of the embedding of values
-            yield "tokens.bins", getattr(before, "bins", None), getattr(now, "bins", None)
+def weight_pairs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Options that must be equal: their names, values of the model `before`, and of a run that starts from it.
+
+    Both are sections `model` and `tokens`, by name. Raises ValidationError or ConfigError for sections that are wrong.
+    """
+    model, new_model = (FamilyConfig.model_validate(sections["model"]) for sections in (before, now))
+    tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
+    for key in dict.fromkeys(("family", *new_model.weight_keys)):
+        yield f"model.{key}", getattr(model, key, None), getattr(new_model, key)
+    bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
+    for key in ("tokenizer", *bins, *model.token_keys):
+        yield f"tokens.{key}", getattr(tokens, key, None), getattr(new_tokens, key, None)
 
 
 def check_parents(runs: Mapping[str, Any], source: str) -> None:
@@ -151,17 +151,11 @@ def check_parents(runs: Mapping[str, Any], source: str) -> None:
         parent = run.init_from
         if parent is None:
             continue
-        for key, contract in INHERITED.items():
-            if parent in runs:
-                before = getattr(runs[parent], key)
-            elif (theirs := stored_sections(parent)) is None:
-                continue
-            else:
-                try:
-                    before = contract.model_validate(theirs[key])
-                except (ValidationError, ConfigError):  # stage train reports the error
-                    continue
-            for option, value, now in weight_pairs(before, getattr(run, key)):
+        before = vars(runs[parent]) if parent in runs else stored_sections(parent)
+        if before is None:
+            continue
+        with suppress(ValidationError):  # of the model's own file: stage train reports the error
+            for option, value, now in weight_pairs(before, vars(run)):
                 if value != now:
                     raise ConfigError(f"{source}: runs.{name}: {unequal(option, now, parent, value)}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cellmill.config import check_options
-from cellmill.config.load import read_model_config, unequal
+from cellmill.config.load import INHERITED, read_model_config, unequal, weight_pairs
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -134,9 +134,8 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
     config = read_model_config(path)
-    theirs = check_options(type(options.model), config["model"], f"{path}: model")
-    pairs = [(f"model.{key}", getattr(theirs, key), getattr(options.model, key)) for key in options.model.weight_keys]
-    pairs.append(("tokens.tokenizer", config["tokens"].get("tokenizer"), options.tokens.tokenizer))
-    for key, before, now in pairs:
+    for key in INHERITED:
+        check_options(INHERITED[key], config[key], f"{path}: {key}")
+    for key, before, now in weight_pairs(config, vars(options)):
         if before != now:
             raise ConfigError(unequal(key, now, init_from, before))

@@ -72,6 +72,7 @@ class BertFamilyConfig(PostNormConfig):
     """Architecture of BERT over genes in rank order."""
 
     implementation: ClassVar[str] = "cellmill.models.families.post_norm:BertModel"
+    token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)  # rows of the embedding of places
     value_kinds: ClassVar[tuple[str, ...]] = ("place",)
 
     family: Literal["bert"] = Field(

@@ -93,6 +93,7 @@ class FamilyConfig(Plugin):
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
+    token_keys: ClassVar[tuple[str, ...]] = ()  # options of section tokens too, besides the tokenizer
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
     compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
