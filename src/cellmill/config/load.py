@@ -9,7 +9,6 @@ config.json of an exported model is checked before it is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +153,13 @@ def check_parents(runs: Mapping[str, Any], source: str) -> None:
         before = vars(runs[parent]) if parent in runs else stored_sections(parent)
         if before is None:
             continue
-        with suppress(ValidationError):  # of the model's own file: stage train reports the error
-            for option, value, now in weight_pairs(before, vars(run)):
-                if value != now:
-                    raise ConfigError(f"{source}: runs.{name}: {unequal(option, now, parent, value)}")
+        try:
+            pairs = [*weight_pairs(before, vars(run))]
+        except (ValidationError, ConfigError):  # of the model's own file: stage train reports the error
+            continue
+        for option, value, now in pairs:
+            if value != now:
+                raise ConfigError(f"{source}: runs.{name}: {unequal(option, now, parent, value)}")
 
 
 def unequal(option: str, now: Any, parent: Path | str, before: Any) -> str:
