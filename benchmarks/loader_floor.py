@@ -70,7 +70,8 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     def epoch() -> Iterator[int]:
         for shard, start, length, target in windows:
             where = map(_pointer, (shard, start, length, target))
-            scatter(len(shard), genes, counts, width, *where, _pointer(out_genes), _pointer(out_counts))
+            rows = ctypes.c_int64(len(shard))
+            scatter(rows, genes, counts, ctypes.c_int64(width), *where, _pointer(out_genes), _pointer(out_counts))
             yield len(shard)
 
     while True:
@@ -96,7 +97,7 @@ def c_tokens(corpus: Corpus, batch: int, continuous: bool) -> Iterator[Iterator[
             for cell in range(0, len(kept), batch):
                 rows, to = slice(cell, cell + batch), np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
                 where = map(_pointer, (genes, counts, start[rows], length[rows], kept[rows], to, ids, values))
-                make(len(to), *where, int(continuous))
+                make(ctypes.c_int64(len(to)), *where, ctypes.c_int(continuous))
             yield len(kept)
 
     while True:
@@ -142,7 +143,7 @@ def _compiled(name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "loops.c", Path(folder) / "loops.so"
         source.write_text(SOURCE)
-        options = ["-O3", "-march=native", f"-DMAX_TOKENS={MAX_TOKENS}", "-shared", "-fPIC"]
+        options = ["-O3", "-march=native", "-shared", "-fPIC"]
         subprocess.run([compiler, *options, "-o", library, source, "-lm"], check=True)
         function = getattr(ctypes.CDLL(str(library)), name)
     function.restype = None

@@ -134,8 +134,7 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
     config = read_model_config(path)
-    for key in INHERITED:
-        check_options(INHERITED[key], config[key], f"{path}: {key}")
-    for key, before, now in weight_pairs(config, vars(options)):
+    theirs = {key: check_options(contract, config[key], f"{path}: {key}") for key, contract in INHERITED.items()}
+    for key, before, now in weight_pairs(theirs, vars(options)):
         if before != now:
             raise ConfigError(unequal(key, now, init_from, before))
