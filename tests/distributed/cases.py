@@ -24,10 +24,9 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.models import attention
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
-from cellmill.parallel import apply, chunked_loss, cpu_matmul, likelihoods
+from cellmill.parallel import apply, chunked_loss, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, gather_json
 from cellmill.parallel.pipeline import PipelineModel
@@ -121,19 +120,15 @@ def trained(
     steps: int,
     load: bool = False,
     init_from: str | None = None,
-    by_products: bool = False,
     bad: list[int] | None = None,
     bad_validation: bool = False,
 ) -> dict[str, Any]:
     """A training, with `load` from the newest checkpoint in `folder` on: its lines, tensors before and after it, and
     what its optimizer trains.
 
-    With `by_products`, the CPU paths for long cells and large matrices are used for small ones too. In the steps `bad`,
-    data-parallel rank 1, or 0 if it is the only one, gets infinite values; moments of the optimizer are returned then.
+    In the steps `bad`, data-parallel rank 1, or 0 if it is the only one, gets infinite values; moments of the optimizer
+    are returned then.
     """
-    kept = attention.LONG, cpu_matmul.LARGE
-    if by_products:
-        attention.LONG, cpu_matmul.LARGE = 1, 0
     made, lines = trainer(corpus, options, folder, steps, init_from)
     first, error, done = tensors(made.model), "", False
     if load:
@@ -151,7 +146,6 @@ def trained(
             raise
         error = str(ended)
     finally:
-        attention.LONG, cpu_matmul.LARGE = kept
         made.checkpoints.wait()
         made.close()
     names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}

@@ -200,12 +200,10 @@ class Case:
     train: dict[str, Any] = field(default_factory=lambda: DEFAULT)
     parallel: Layout = field(default_factory=dict)
     precision: str = "32-true"
-    by_products: bool = False
-    """With the CPU paths for long cells and large matrices used for small ones too."""
 
     def __str__(self) -> str:
         cut = self.parallel | (self.train if self.train != DEFAULT else {})
-        more = [f"{key} {value}" for key, value in cut.items()] + ["products"] * self.by_products
+        more = [f"{key} {value}" for key, value in cut.items()]
         return ", ".join(
             [self.model, f"{self.layout} on {self.ranks}", *more, *([self.precision] * (self.precision != "32-true"))]
         )
@@ -337,7 +335,6 @@ QUICK_CUTS = [
     Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}),
     Case("genes", "HYBRID_SHARD", train=SMALL, parallel=AT_EACH),
     Case("four layers, genes", "pp", 2, SMALL),
-    Case("masked_value", "fsdp", 2, by_products=True, parallel=FULL),
 ]
 MORE_CUTS = [
     Case("sum of contrasts", "ddp", 2, {"token_budget": 128}),
@@ -345,7 +342,6 @@ MORE_CUTS = [
     Case("masked_value", TP, train=THIRD, parallel=AT_EACH),
     Case("eight layers", "pp 2, InterleavedZeroBubble x HYBRID_SHARD", train=SMALL, parallel=FULL),
     Case("eight layers", "pp 4, ZBV", parallel={"microbatches": 12} | FULL),
-    Case("masked_value", TP, by_products=True),
 ]
 CUTS = [*(grouped(case, False) for case in QUICK_CUTS), *(grouped(case, True) for case in MORE_CUTS)]
 """How a step is cut into micro-batches and computed."""

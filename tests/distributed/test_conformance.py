@@ -58,7 +58,7 @@ class Table:
 
     def once(self, case: Case) -> tuple[list[Trained], Path]:
         """The same of a case, and its folder."""
-        given, key = conformance.spread(case), {"by_products": case.by_products, "steps": conformance.STEPS}
+        given, key = conformance.spread(case), {"steps": conformance.STEPS}
         name = conformance.digest([case.ranks, given, key])
         if name not in self.made:
             self.made[name] = self.train(case.model, case.ranks, given, self.folder / name, **key)

@@ -22,7 +22,6 @@ from cellmill.finetune.method import Depth, Method
 from cellmill.models.blocks import is_linear, is_transposed
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
-from cellmill.parallel.cpu_matmul import Linear
 
 STYLES: dict[Style, tuple[Style, Style, Style]] = {
     "columns": ("columns", "norm", "columns"),
@@ -40,8 +39,8 @@ class AdaptedLinear(nn.Module):
         self.base, self.scale = base, scale
         weight: Any = base.weight
         n_out, n_in = weight.shape[::-1] if is_transposed(base) else weight.shape
-        self.a = with_std(Linear(n_in, rank, bias=False), n_in**-0.5)
-        self.b = with_std(Linear(rank, n_out, bias=False), 0.0)
+        self.a = with_std(nn.Linear(n_in, rank, bias=False), n_in**-0.5)
+        self.b = with_std(nn.Linear(rank, n_out, bias=False), 0.0)
 
     @property
     def product(self) -> torch.Tensor:

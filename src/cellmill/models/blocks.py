@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cellmill.models.attention import attention
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
-from cellmill.parallel.cpu_matmul import Linear
 
 
 class Entry(nn.Module):
@@ -36,11 +35,11 @@ class Block(nn.Module):
         super().__init__()
         self.head_width, self.dropout, self.index, self.causal = hidden // heads, dropout, index, causal
         self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = Linear(hidden, 3 * hidden)
-        self.out = Linear(hidden, hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
         self.ffn_norm = nn.LayerNorm(hidden)
-        self.up = Linear(hidden, ffn_hidden)
-        self.down = Linear(ffn_hidden, hidden)
+        self.up = nn.Linear(hidden, ffn_hidden)
+        self.down = nn.Linear(ffn_hidden, hidden)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor
@@ -83,8 +82,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.dropout, self.index = dropout, index
         self.norm = nn.LayerNorm(hidden)
-        self.up = with_std(Linear(hidden, ffn_hidden), hidden**-0.5)
-        self.down = with_std(Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
+        self.up = with_std(nn.Linear(hidden, ffn_hidden), hidden**-0.5)
+        self.down = with_std(nn.Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
 
     def forward(self, x: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
         """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout, None for none."""

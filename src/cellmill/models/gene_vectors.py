@@ -22,7 +22,6 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.initial import STD, with_std
-from cellmill.parallel.cpu_matmul import Linear
 
 NAME = "gene_vectors"
 TABLE = f"{NAME}.table.weight"
@@ -34,7 +33,7 @@ class GeneVectors(nn.Module):
     def __init__(self, n_tokens: int, dim: int, hidden: int) -> None:
         super().__init__()
         self.table = with_std(nn.Embedding(n_tokens, dim), 0.0)  # zeros, unless `initial_tensors` is given a file's
-        self.project = with_std(Linear(dim, hidden, bias=False), STD / dim**0.5)
+        self.project = with_std(nn.Linear(dim, hidden, bias=False), STD / dim**0.5)
 
     def forward(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """(T, H) or (C, H): projections of what `look_up` makes of the table, (T, D) or (C, D)."""

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from cellmill.parallel.cpu_matmul import autocast_dtype, product
 from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import first_row, own_rows
 
@@ -89,12 +89,12 @@ class _ChunkedLoss(torch.autograd.Function):
         rows, offset = table.to(dtype), vectors[0].to(dtype)
         for start in range(0, len(states), chunk):
             part = states[start : start + chunk].to(dtype)
-            logits = product(part, rows, offset).float()
+            logits = F.linear(part, rows, offset).float()
             of_chunk, of_vectors = targets.loss(start, logits, vectors[1:], group)
             loss += of_chunk
             gradient = logits.to(dtype)
             if states_grad is not None:
-                states_grad[start : start + chunk] = product(gradient, rows.t())
+                states_grad[start : start + chunk] = gradient @ rows
             if table_grad is not None:
                 add_product(table_grad, gradient.t(), part)
             for total, own in zip(gradients, (logits.sum(0), *of_vectors)):
@@ -109,6 +109,12 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
         return (None, None, None, None, None, *gradients)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

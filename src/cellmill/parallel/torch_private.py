@@ -33,24 +33,10 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
     import torch.distributed.tensor
 
-HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""True if this build of torch has `linear_onednn`."""
-
 
 def is_dtensor(tensor: torch.Tensor | None) -> "TypeGuard[torch.distributed.tensor.DTensor]":
     """True for a DTensor, known by its mesh: a process without one does not import the class."""
     return hasattr(tensor, "device_mesh")
-
-
-def linear_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """(M, K), (N, K) and (N,) -> (M, N) by oneDNN, for which torch has no switch: tests/unit/test_cpu_matmul.py."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return out
-
-
-def softmax_backward(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the scores, over the last dim, in one pass: tests/unit/test_attention.py."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:

@@ -33,7 +33,6 @@ from cellmill.models.cell_encoder import (
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
 from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens
 
 ALL = slice(None)
@@ -154,7 +153,7 @@ def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
         # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes, 0.02; with 0.02 in
         # the second layer it would be 20 times larger
         return nn.Sequential(
-            with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(Linear(hidden, hidden), STD / math.sqrt(hidden))
+            with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden))
         )
     return nn.Embedding(tokens.n_values, hidden)
 
@@ -169,7 +168,7 @@ class AutoencoderModel(EncoderModel):
     def attach_heads(self, n_tokens: int) -> None:
         super().attach_heads(n_tokens)
         if self.config.latent is not None:
-            self.bottleneck = with_std(Linear(self.width, self.config.latent), self.width**-0.5)
+            self.bottleneck = with_std(nn.Linear(self.width, self.config.latent), self.width**-0.5)
             self.plan = replace(self.plan, finish=("bottleneck", *self.plan.finish))
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:

@@ -26,7 +26,6 @@ from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import TokenEncoder
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens, segment_sum
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -143,7 +142,7 @@ class ScgptModel(PostNormEncoder):
         super().__init__(config, n_genes, objective)
         hidden = config.hidden
         self.gene_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
-        first, second = with_std(nn.Linear(1, hidden), 1.0), with_std(Linear(hidden, hidden), 1 / math.sqrt(hidden))
+        first, second = with_std(nn.Linear(1, hidden), 1.0), with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden))
         self.value_in = nn.Sequential(first, nn.ReLU(), second)
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)

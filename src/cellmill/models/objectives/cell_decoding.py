@@ -27,7 +27,6 @@ from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import ViewBatch, draw_view
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import nb_loss, profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -67,7 +66,7 @@ class CellDecoding(Objective):
         width = self.config.decoder_hidden or given
         model.decoder = nn.Identity()
         if self.config.decoder_hidden:
-            model.decoder = nn.Sequential(with_std(Linear(given, width), given**-0.5), nn.GELU())
+            model.decoder = nn.Sequential(with_std(nn.Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
         names = ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))

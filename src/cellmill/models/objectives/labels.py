@@ -32,7 +32,6 @@ from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.terms import Reversed
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.runs.verdict import Verdict, compare
 
 BINS = 15
@@ -65,7 +64,7 @@ class LabelHead(nn.Module):
     def __init__(self, width: int, hidden: int | None, levels: int, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.inner = None if hidden is None else with_std(Linear(width, hidden), width**-0.5)
+        self.inner = None if hidden is None else with_std(nn.Linear(width, hidden), width**-0.5)
         self.out = with_std(nn.Linear(hidden or width, levels), (hidden or width) ** -0.5)
 
     def forward(self, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:

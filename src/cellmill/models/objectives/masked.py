@@ -33,7 +33,6 @@ from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -177,7 +176,9 @@ class MaskedObjective(Objective):
 
 def _head(model: Any, width: int) -> nn.Module:
     hidden = model.width
-    return nn.Sequential(Linear(width, hidden), model.head_activation(), nn.LayerNorm(hidden, eps=model.head_norm_eps))
+    return nn.Sequential(
+        nn.Linear(width, hidden), model.head_activation(), nn.LayerNorm(hidden, eps=model.head_norm_eps)
+    )
 
 
 class MaskedValue(MaskedObjective):

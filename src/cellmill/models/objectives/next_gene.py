@@ -29,7 +29,6 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -60,7 +59,7 @@ class NextGene(Objective):
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.predicts_values:
             return names
-        model.value_head = nn.Sequential(Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        model.value_head = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
         model.value_out = nn.Linear(hidden, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
         return (*names, "value_head", "value_out")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -26,7 +27,6 @@ from cellmill.models.initial import with_std
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
 from cellmill.models.objectives.terms import LevelTerms
 from cellmill.models.objectives.views import ViewBatch
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
 
@@ -47,7 +47,7 @@ class PerturbationResponse(CellDecoding):
         names = super().attach(model, n_tokens)
         levels, known = self.levels[self.config.perturbation_column], self.config.perturbed_genes or {}
         width = self.config.decoder_hidden or model.vector_width
-        model.response_genes = with_std(Linear(width, model.vector_width), 0.0)  # no response at the start
+        model.response_genes = with_std(nn.Linear(width, model.vector_width), 0.0)  # no response at the start
         model.response_terms = LevelTerms(len(levels), model.vector_width, centered=False)
         rows = {"response_terms.weight": self.config.perturbation_column}
         model.level_rows = {**model.level_rows, **rows}

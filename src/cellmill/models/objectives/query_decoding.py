@@ -34,7 +34,6 @@ from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
 from cellmill.models.objectives.views import HIDE, draw_share, tokens_of, uniform
-from cellmill.parallel.cpu_matmul import Linear
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 from cellmill.runs.verdict import Verdict
 
@@ -126,12 +125,12 @@ class QueryDecoding(Objective):
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         self.n_genes, width = n_tokens - len(SPECIAL), self.config.decoder_hidden
         model.query_genes = with_std(nn.Embedding(n_tokens, width), 1.0)
-        model.query_cell = with_std(Linear(model.vector_width, width), model.vector_width**-0.5)
+        model.query_cell = with_std(nn.Linear(model.vector_width, width), model.vector_width**-0.5)
         model.query_layers = nn.ModuleList(
             FeedForward(width, 4 * width, dropout=0.0, index=index) for index in range(self.config.decoder_layers)
         )
         model.query_norm = nn.LayerNorm(width)
-        model.query_out = Linear(width, 1)
+        model.query_out = nn.Linear(width, 1)
         model.query_bias = with_std(nn.Embedding(n_tokens, 1), 0.0)
         return ("query_genes", "query_cell", "query_layers", "query_norm", "query_out", "query_bias")
 

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.models.initial import Fill, with_std, zeros
-from cellmill.parallel.cpu_matmul import Linear
 
 EPS = 1e-4
 
@@ -72,7 +71,7 @@ class Adversary(nn.Module):
     def __init__(self, hidden: int, levels: int, scale: float) -> None:
         super().__init__()
         self.scale = scale
-        self.inner = with_std(Linear(hidden, hidden), hidden**-0.5)
+        self.inner = with_std(nn.Linear(hidden, hidden), hidden**-0.5)
         self.out = with_std(nn.Linear(hidden, levels), hidden**-0.5)
 
     def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
