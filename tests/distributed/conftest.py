@@ -27,9 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else item.path.stem))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """Pools by their number of processes, of which one is alive: two on a node, or eight as two nodes of four."""
+    """Pools by their number of processes, of which one is alive: two on a node, or eight as two nodes of four.
+
+    They end with the module: the threads of idle groups poll, and took a quarter of two cores from the tests after it.
+    """
     made: dict[int, Pool] = {}
 
     def pool_of(world: int) -> Pool:
@@ -42,7 +45,7 @@ def pools() -> Iterator[Callable[[int], Pool]]:
         pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(pools: Callable[[int], Pool]) -> Pool:
     """Four processes, as two nodes of two."""
     return pools(4)

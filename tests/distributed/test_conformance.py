@@ -73,7 +73,7 @@ class Table:
         return self.made[name][0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made(
     pools: Callable[[int], Pool], corpus: str, proteins: str, vectors: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Table:

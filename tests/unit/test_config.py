@@ -158,6 +158,7 @@ WRONG = {
     "train: {lr: true}": "train.lr: expected a number, got a boolean",
     "stream: {lanes: false}": "stream.lanes: expected a number, got a boolean",
     "train: {clip_norm: true}": "train.clip_norm: expected a number, got a boolean",
+    "evaluate: {folds: 9223372036854775808}": "evaluate.folds: expected an integer of 64 bits, got 9223372036854775808",
     "train: {warmup_steps: 1.5}": (
         "train.warmup_steps: input should be a valid integer, got a number with a fractional part, got 1.5"
     ),

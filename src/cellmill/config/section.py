@@ -54,10 +54,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _one_kind_of_number(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ValueError("expected a number, got a boolean")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"expected an integer of 64 bits, got {shown(value)}")
         if value == "null" and type(None) in get_args(annotation):
             return None  # `--config 'train={clip_norm: null}'` of Snakemake
         return value

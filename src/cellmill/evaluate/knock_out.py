@@ -53,7 +53,7 @@ def knock_out_genes(
     """
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
-        raise DataError(f"{reader.path}: it holds sequences; knock_out removes genes from cells")
+        raise DataError(f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells")
     cells = draw_cells(np.arange(reader.n_obs), section.cells, section.seed, key=0)
     drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_checked(reader, network, vocabulary, tokens, embed, drawn)
