@@ -74,7 +74,13 @@ class Run:
         """Start a training and wait until a step is logged."""
         with open(self.out.with_suffix(".log"), "a") as log:
             command = words(self.corpus, self.out, options, **ALONE | machine)
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # pytest under nohup ignores it
+            )
         self.wait_for_step(until)
 
     def wait_for_step(self, step: int) -> None:
