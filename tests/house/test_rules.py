@@ -39,7 +39,8 @@ def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellm
     assert f"/bridges/{{dataset}}.{package}.json" in directive(body, "output")
     environment = (ROOT / "envs" / f"bridge-{package}.yaml").read_text(encoding="utf-8")
     assert f"envs/bridge-{package}.yaml" in directive(body, "conda")
-    script = (WORKFLOW / "bridges" / f"{name.partition('_')[0]}_bridge.py").read_text(encoding="utf-8")
+    [file] = re.findall(r"\w+_bridge\.py", directive(body, "resources"))
+    script = (WORKFLOW / "bridges" / file).read_text(encoding="utf-8")
     tested = re.search(r'end_without\("([\w-]+)", "([\d.]+)", error\)', script)
     assert tested is not None
     assert f"- {tested[1]}=={tested[2]}\n" in environment

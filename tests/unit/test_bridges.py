@@ -27,6 +27,7 @@ PACKAGES = {
     "scib-metrics": ("scib", "scib_metrics", "0.5.10"),
     "cz-benchmarks": ("cz", "czbenchmarks", "0.15.1"),
     "cell-eval": ("cell", "cell_eval", "0.8.2"),  # on predicted cells: test_predict_changes.py
+    "cell-eval2": ("cell2", "cell_eval2", "0.20.0"),
 }
 BATCH_MEASURES = {"bras", "ilisi_knn", "isolated_labels", "kbet", "kbet_per_label", "pcr_comparison"}
 

@@ -1,9 +1,11 @@
 """Given gene vectors: what is read of a file, what a model makes of them, and what an export carries."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +19,7 @@ from cellmill.finetune.method import load_method, trained_names
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, write_tensors
-from cellmill.models.gene_vectors import TABLE, read_gene_vectors
+from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import vectors_digest
@@ -50,12 +52,22 @@ def write_safetensors(path: Path, names: list[str], vectors: np.ndarray) -> Path
     return path
 
 
-@pytest.mark.parametrize("write", [write_npy, write_safetensors])
-def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(write: Any, tmp_path: Path) -> None:
+def write_table(path: Path, names: list[str], vectors: Any) -> Path:
+    """With a header in a .csv, without one in a .tsv."""
+    pd.DataFrame(vectors, index=names).rename(columns="x{}".format).to_csv(
+        path, sep="\t" if path.suffix == ".tsv" else ",", header=path.suffix == ".csv", quoting=csv.QUOTE_NONNUMERIC
+    )
+    return path
+
+
+WRITERS = {".npy": write_npy, ".safetensors": write_safetensors, ".tsv": write_table, ".csv": write_table}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(suffix: str, tmp_path: Path) -> None:
     names = [*GENES[30:], *SYMBOLS[5:15], "unknown", "ENSG99", *["other" + str(i) for i in range(3)]]
     given = vectors_of(len(names))
-    suffix = ".npy" if write is write_npy else ".safetensors"
-    found = read_gene_vectors(write(tmp_path / f"vectors{suffix}", names, given), VOCABULARY, DIM)
+    found = read_gene_vectors(WRITERS[suffix](tmp_path / f"vectors{suffix}", names, given), VOCABULARY, DIM)
     assert (found.n_found, found.table.shape, found.table.dtype) == (40, (N_GENES + 2, DIM), torch.float32)
     assert not found.table[:7].any()
     assert not found.table[17:32].any()
@@ -79,7 +91,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "names of others": ("strangers", r"none of its 45 names is an Ensembl id or symbol of the vocabulary; the first"),
     "fewer names": ("short", r"a.genes.txt: 44 names for the 45 vectors of a.npy$"),
     "a name twice": ("twice", r"a.npy: 'ENSG00000000000' names two vectors; leave one out$"),
-    "not finite": ("nan", r"the vector of ENSG00000000003 has a value that is not finite$"),
+    "not finite": (
+        "nan",
+        r"the vector of ENSG00000000003 has a value that is not finite; correct it or leave the gene out$",
+    ),
     "cut": ("cut", r"a.npy: cannot be read: "),
 }
 
@@ -109,11 +124,66 @@ def test_tensors_of_several_lengths_and_files_of_other_kinds_are_refused(tmp_pat
     save_file({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "a.safetensors")
     with pytest.raises(DataError, match=r"expected a vector per gene, all of one length, got shapes \(3,\) of a, "):
         read_gene_vectors(tmp_path / "a.safetensors", VOCABULARY, 3)
-    with pytest.raises(ConfigError, match=r"model\.gene_vectors: a\.pt: expected a file \.npy or \.safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"a\.pt: expected a file of gene vectors, \.npy or \.safetensors or \.tsv or"
+    ):
         read_gene_vectors(Path("a.pt"), VOCABULARY, 3)
     np.save(tmp_path / "b.npy", vectors_of())
     with pytest.raises(DataError, match=r"b\.genes\.txt: no such file; expected the names of the genes of b\.npy"):
         read_gene_vectors(tmp_path / "b.npy", VOCABULARY, DIM)
+
+
+WRONG_TABLES = {
+    "a short line": (
+        "STAT1\t1\t2\nJAK2\t1\n",
+        r"a\.tsv, line 2: expected 3 columns as in the first line, separated by tabs",
+    ),
+    "another separator": (
+        "STAT1,1,2\n",
+        r"a\.tsv, line 1: expected a gene and its numbers, separated by tabs, got 1; compl",
+    ),
+    "a word": (
+        "gene\ta\tb\n\nSTAT1\t1\thigh\n",
+        r"a\.tsv, line 3: 'STAT1' has a value that is not a number; correct it",
+    ),
+    "no value": ("STAT1\t1\t2\nJAK2\t\t2\n", r"a\.tsv, line 2: 'JAK2' has a value that is not a number; correct it"),
+    "a gene twice": ("STAT1\t1\t2\nSTAT1\t1\t2\n", r"a\.tsv: 'STAT1' names two vectors; leave one out$"),
+    "no line": ("gene\ta\tb\n", r"a\.tsv: no vectors; expected a line for each gene$"),
+    "nothing": ("", r"a\.tsv: no vectors; expected a line for each gene$"),
+    "names of others": (
+        "Q9Y6K9\t1\t2\n",
+        r"a\.tsv: none of its 1 names is an Ensembl id or symbol of the vocabulary; the fir",
+    ),
+    "not finite": (
+        "STAT1\t1\tnan\n",
+        r"a\.tsv: the vector of STAT1 has a value that is not finite; correct it or leave",
+    ),
+    "no text": ("STAT1\t\xff", r"a\.tsv: cannot be read: 'utf-8' codec can't decode byte 0xff"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TABLES)
+def test_a_table_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
+    text, message = WRONG_TABLES[case]
+    path = tmp_path / "a.tsv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=message) as caught:
+        read_vectors(path, [("ENSG00000115415", "STAT1"), ("ENSG00000096968", "JAK2")])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.tsv: no such file$"):
+        read_vectors(tmp_path / "a.tsv", [("STAT1",)])
+    (tmp_path / "b.csv").mkdir()
+    with pytest.raises(DataError, match=r"b\.csv: expected a file, got a folder$"):
+        read_vectors(tmp_path / "b.csv", [("STAT1",)])
+
+
+def test_a_gene_without_a_vector_has_nan_and_the_first_of_its_names_counts(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.csv", ["STAT1", "JAK2", "ENSG00000096968"], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    found = read_vectors(path, [("MYC",), ("JAK2", "ENSG00000096968"), ("ENSG00000115415", "STAT1")])
+    np.testing.assert_array_equal(found, [[np.nan, np.nan], [3, 4], [1, 2]])
 
 
 def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Tensor]:

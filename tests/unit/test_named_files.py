@@ -44,6 +44,10 @@ def checked(options: str = "", made: str = "") -> str | None:
         ("preprocess: {reference_organism: human, orthologs: nope}", "corpora.c.preprocess.orthologs: "),
         ("model: {gene_vectors: nope, gene_vector_dim: 4}", "runs.r.model.gene_vectors: "),
         ("evaluate: {tasks: {grn: {edges: nope}}}", "runs.r.evaluate.tasks.grn.edges: "),
+        (
+            "evaluate: {tasks: {perturbation: {priors: {esm: nope}}}}",
+            "runs.r.evaluate.tasks.perturbation.priors.esm: ",
+        ),
     ],
 )
 def test_a_missing_file_of_an_option_is_named_unless_a_rule_makes_it(project: Path, options: str, where: str) -> None:

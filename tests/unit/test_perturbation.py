@@ -11,8 +11,16 @@ import pytest
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.changes import find_units, of_new_contexts, of_new_perturbations, read_profiles
+from cellmill.evaluate.tasks.changes import (
+    CO_EXPRESSION,
+    features_of_units,
+    find_units,
+    of_new_contexts,
+    of_new_perturbations,
+    read_profiles,
+)
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 from tests.unit.evaluated import make_context
 
@@ -53,15 +61,22 @@ def test_predictions_read_nothing_of_the_tested_units() -> None:
     train, test = np.arange(5), np.arange(5, 8)
     other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
     for first, second in (
-        (of_new_perturbations(changes, train, test, features), of_new_perturbations(other, train, test, features)),
+        tuple(of_new_perturbations(of, train, test, features, 2) for of in (changes, other)),
         (of_new_contexts(changes, train, test, names, states), of_new_contexts(other, train, test, names, states)),
     ):
         assert list(first) == list(second)
         for name, predicted in first.items():
             np.testing.assert_array_equal(predicted, second[name])
-    found = of_new_perturbations(changes, train, test, features)
+    found = of_new_perturbations(changes, train, test, features, 2)
     np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))  # no features: the mean
     assert all((row == changes[[0, 2, 3, 4]]).all(1).any() for row in found["f + nearest"][[0, 2]])
+    has = changes[[0, 2, 3, 4]]  # two of the four with features
+    pairs = {tuple((a + b) / 2) for number, a in enumerate(has) for b in has[number + 1 :]}
+    assert all(any(np.allclose(row, pair) for pair in pairs) for row in found["f + kNN"][[0, 2]])
+    one = of_new_perturbations(changes, train, test, features, 1)
+    np.testing.assert_array_equal(one["f + kNN"], found["f + nearest"])
+    every = of_new_perturbations(changes, train, test, features, 9)
+    np.testing.assert_allclose(every["f + kNN"][[0, 2]], [has.mean(0)] * 2)
     contexts = of_new_contexts(changes, train, test, names, states)
     np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
     np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))  # d is new
@@ -129,5 +144,88 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     none = task.run(replace(screen, scored=np.zeros_like(screen.scored)))
     assert none.skipped is not None
     assert "shard.split_by" in none.skipped
+    top = next(row for row in folds.rows if row["name"] == "best other perturbation")
+    assert top["kind"] == "ceiling"
+    assert all(top[f"Pearson, new {role}_mean"] is None for role in ("batch",))
     unknown = task.run(replace(screen, roles={"batch": screen.roles["batch"]}))
     assert unknown.skipped == "the dataset has no perturbation and control columns"
+
+
+def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
+    profiles = read_profiles(screen, ("batch",))
+    units = find_units(screen, profiles, "perturbation", 4)
+    config = CONFIG.model_copy(update={"priors": {}})
+    found = features_of_units(screen, config, profiles, units)[CO_EXPRESSION]
+    starts = profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
+    spread = starts.std(0)
+    correlation = np.corrcoef(starts[:, spread > 0].T)
+    n = len(starts)
+    rows = [units.perturbation.tolist().index(screen.model.vocabulary.symbols[gene]) for gene in range(4)]
+    place = [np.flatnonzero(profiles.genes[spread > 0] == gene)[0] for gene in range(4)]
+    # loadings whose products are the correlation, as far as their components go: never more of a gene than all of it
+    assert found.shape[1] == min(50, n - 1, len(profiles.genes) - 1)
+    products = found[rows] @ found[rows].T * (n - 1) / n
+    expected = correlation[np.ix_(place, place)]
+    values, vectors = np.linalg.eigh(correlation)
+    leading = vectors[:, ::-1][:, : found.shape[1]] * np.sqrt(values[::-1][: found.shape[1]].clip(0))
+    np.testing.assert_allclose(products, leading[place] @ leading[place].T, atol=1e-4)
+    assert (np.diag(products) <= np.diag(expected) + 1e-6).all()
+    assert np.isnan(found[units.perturbation.tolist().index("unheard")]).all()
+    changed = profiles.expression.tolil()
+    changed[np.flatnonzero(profiles.half != 0)] = 7.0
+    other = features_of_units(screen, config, replace(profiles, expression=changed.tocsr()), units)
+    np.testing.assert_array_equal(other[CO_EXPRESSION], found)
+
+
+def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with_the_mean(
+    screen: Context, tmp_path: Path
+) -> None:
+    symbols, ids = screen.model.vocabulary.symbols, screen.model.vocabulary.gene_ids
+    perturbation = screen.roles["perturbation"].replace({symbols[1]: "TP63 + " + symbols[1], "unheard": "TP53"})
+    context = replace(screen, scored=np.ones_like(screen.scored), roles=screen.roles | {"perturbation": perturbation})
+    table = tmp_path / "string.tsv"
+    lines = [(symbols[0], 1, 0), (ids[1], 0, 1), ("ENSG00000141510", 4, 4), ("TP63", 2, 3), (symbols[2], 5, 6)]
+    table.write_text("gene\ta\tb\n" + "".join("\t".join(map(str, line)) + "\n" for line in lines))
+    config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
+    profiles = read_profiles(context, ("batch",))
+    units = find_units(context, profiles, "perturbation", 4)
+    vectors = dict(zip(units.perturbation, features_of_units(context, config, profiles, units)["prior string"]))
+    assert vectors[symbols[0]].tolist() == [1, 0]
+    assert vectors["TP53"].tolist() == [4, 4]  # found by the id of its gene, which the vocabulary lacks
+    assert vectors["TP63 + " + symbols[1]].tolist() == [1, 2]  # the mean of its genes
+    assert np.isnan(vectors[symbols[3]]).all()
+    result = Perturbation(config).run(context)
+    rows = {row["name"]: row for row in result.rows}
+    assert {rows[f"prior string + {method}"]["kind"] for method in ("linear", "nearest", "kNN")} == {"baseline"}
+    assert rows["co-expression of controls + kNN"]["kind"] == "baseline"
+    assert result.figures["perturbation_perturbations_with_prior string"] == 4
+    assert result.figures["perturbation_perturbations_with_co-expression of controls"] == 4
+    said = [note for note in result.notes if note.startswith("prior string + ")]
+    assert len(said) == 4
+    assert all(" mean" in note and "new perturbation (" in note for note in said)
+    pairs = {(line["compared"], line["against"]) for line in result.differences}
+    assert {("prior string + linear", "mean"), ("embedding of genes + linear", "prior string + linear")} <= pairs
+    line = next(of for of in result.differences if of["compared"] == "prior string + kNN" and of["column"][:3] == "MAE")
+    means = [rows[name]["MAE, new perturbation_mean"] for name in ("prior string + kNN", "mean")]
+    assert line["mean"] == pytest.approx(means[0] - means[1])
+    without = Perturbation(CONFIG).run(context)
+    assert {row["name"] for row in without.rows} == {name for name in rows if not name.startswith("prior ")}
+    table.write_text("Q9Y6K9\t1\t2\n")
+    with pytest.raises(
+        DataError, match=r"string\.tsv: none of its 1 names is an Ensembl id or symbol of the vocabulary"
+    ):
+        Perturbation(config).run(context)
+
+
+def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
+    rng = np.random.default_rng(1)
+    programs, features = rng.normal(size=(3, 40)), rng.normal(size=(30, 3))
+    changes = features @ programs + 0.1 * rng.normal(size=(30, 40))
+    found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {"f": features}, 3)
+    error = {name: np.abs(values - changes[24:]).mean() for name, values in found.items()}
+    assert error["f + linear"] < 0.15 < error["f + kNN"] < error["mean"]
+
+
+def test_a_prior_has_a_name_that_a_row_can_have() -> None:
+    with pytest.raises(ValueError, match=r"'a \+ b' has ' '; use letters"):
+        PerturbationConfig.model_validate({"name": "perturbation", "priors": {"a + b": "x.tsv"}})

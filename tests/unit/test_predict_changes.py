@@ -13,12 +13,22 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
+from scipy.stats import false_discovery_control, mannwhitneyu
 
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, named_supervised
-from cellmill.evaluate.tasks.changes import find_units, folds_of, genes_of, predictions, read_profiles, strata_of
+from cellmill.evaluate.tasks.changes import (
+    features_of_units,
+    find_units,
+    folds_of,
+    genes_of,
+    predictions,
+    read_profiles,
+    strata_of,
+)
 from cellmill.evaluate.tasks.perturbation import METRICS, Perturbation, change_scores, write_changes
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import make_context, make_evaluated, with_obs
@@ -146,7 +156,8 @@ def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
         elsewhere = replace(context, vectors=blind)
-        _, test, predicted = next(predictions(elsewhere, other, units, [fold], "perturbation"))
+        features = features_of_units(elsewhere, CONFIG, other, units)
+        _, test, predicted = next(predictions(elsewhere, other, units, [fold], "perturbation", features, 5))
         rows = [found.perturbations.index(name) for name in units.perturbation[test]]
         for values, name in zip(predicted.values(), found.changes, strict=True):
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)
@@ -231,23 +242,9 @@ def test_the_stage_holds_out_what_the_model_did_not_see_or_says_what_to_set(tmp_
 
 
 def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
-    python, (_, found, path) = os.environ.get("CELLMILL_CELL_EVAL", sys.executable), cells
-    if subprocess.run([python, "-c", "import cell_eval"], capture_output=True).returncode:
-        pytest.skip(f"cell-eval is not installed in {python}")
-    words = [
-        python,
-        str(BRIDGES / "cell_bridge.py"),
-        f"--changes={path}",
-        "--threads=2",
-        f"--out={tmp_path / 'out.json'}",
-    ]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    _, found, path = cells
+    values = run_bridge("cell_bridge.py", "cell_eval", path, tmp_path / "out.json")
     made = json.loads((tmp_path / "out.json").read_text())
-    values: dict[str, dict[str, float | None]] = {}
-    for row in made["rows"]:
-        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
     assert list(values) == [*found.changes, "split halves"]
     control = mean_of(found.measured, "control")
     seen = [mean_of(found.measured, name) - control for name in found.perturbations]
@@ -258,3 +255,109 @@ def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path
         assert values[method]["mae_delta"] == pytest.approx(np.abs(change - np.array(seen)).mean(), abs=1e-5)
     assert made["version"]
     assert made["n_perturbations"] == len(found.perturbations)
+
+
+def run_bridge(script: str, package: str, changes: Path, out: Path) -> dict[str, dict[str, float | None]]:
+    """Values of a bridge by method and metric, of the interpreter of CELLMILL_CELL_EVAL or CELLMILL_CELL_EVAL2."""
+    python = os.environ.get(f"CELLMILL_{package.upper()}", sys.executable)
+    if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
+        pytest.skip(f"{package.replace('_', '-')} is not installed in {python}")
+    words = [python, str(BRIDGES / script), f"--changes={changes}", "--threads=2", f"--out={out}"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    values: dict[str, dict[str, float | None]] = {}
+    for row in json.loads(out.read_text())["rows"]:
+        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    return values
+
+
+def differential(cells: np.ndarray, controls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(G,) twice: log2 fold changes of means, and p of Wilcoxon's test corrected by Benjamini and Hochberg."""
+    means = [np.expm1(values).mean(0) + 1e-9 for values in (cells, controls)]
+    p = mannwhitneyu(cells, controls, axis=0, use_continuity=False, method="asymptotic").pvalue
+    return np.log2(means[0] / means[1]), false_discovery_control(np.nan_to_num(p, nan=1.0))
+
+
+def vcc2026(found: Any, method: str) -> dict[str, float]:
+    """The six scored metrics of the profile, of log-normalised cells, without the package."""
+    predicted = found.predicted(method)
+    dense = {"seen": found.measured.X.toarray().astype(float), "made": predicted.X.toarray().astype(float)}
+    group = {"seen": found.measured.obs.perturbation.to_numpy(), "made": predicted.obs.perturbation.to_numpy()}
+    groups = {side: {name: dense[side][group[side] == name] for name in {*group[side]}} for side in dense}
+    names, control = found.perturbations, groups["seen"][found.control]
+    means = {side: np.stack([groups[side][name].mean(0) for name in names]) for side in groups}
+    noise = {side: np.array([groups[side][name].var(0, ddof=1).sum() for name in names]) for side in groups}
+    noise = {side: of / [len(groups[side][name]) for name in names] for side, of in noise.items()}
+    counts = np.array(names)[:, None] != found.measured.var_names.to_numpy()  # (U, G): but for the perturbed gene
+    weight = 1 / counts.sum(1)
+    # squared error, less what sampling adds to it, in units of the same distance of the controls
+    claimed = np.minimum(noise["made"], noise["seen"])
+    entitled = 0.0
+    for of_gene, kept in zip(means["made"].T, counts.T):
+        centre = np.average(of_gene[kept], weights=weight[kept])
+        entitled += float((weight[kept] * (of_gene[kept] - centre) ** 2).sum())
+    total = (claimed * weight).sum()
+    claimed = claimed * min(1.0, entitled / total if total > 0 else 1.0)
+    error = ((means["made"] - means["seen"]) ** 2 * counts).sum(1) - claimed - noise["seen"]
+    apart = ((means["seen"] - control.mean(0)) ** 2 * counts).sum(1) - noise["seen"]
+    apart -= control.var(0, ddof=1).sum() / len(control)
+    values: dict[str, list[float]] = {"error": [(error * weight).sum() / (apart * weight).sum()]}
+    # rank of the own change among all, by cosine and without any perturbed gene
+    shared = counts.all(0)
+    change = {side: (means[side] - control.mean(0))[:, shared] for side in means}
+    unit = {side: of / np.maximum(np.linalg.norm(of, axis=1, keepdims=True), 1e-300) for side, of in change.items()}
+    distance = 1 - unit["made"] @ unit["seen"].T
+    for unit_number, row in enumerate(distance):
+        own = row[unit_number]
+        tied = np.isclose(row, own, rtol=0, atol=1e-12)
+        rank = (row < own)[~tied].sum() + (tied.sum() - 1) / 2
+        values.setdefault("rank", []).append(1 - rank / (len(names) - 1))
+    for name, kept in zip(names, counts):
+        (made, made_p), (seen, seen_p) = (differential(groups[side][name], control) for side in ("made", "seen"))
+        called, known = (made_p < 0.05) & kept, (seen_p < 0.05) & kept
+        either = (called | known).sum()
+        values.setdefault("jaccard", []).append((called & known).sum() / either if either else 1.0)
+        agrees = (np.sign(made) == np.sign(seen)) & (made != 0) & (seen != 0)
+        if known.sum() >= 10:
+            values.setdefault("nmae", []).append(np.abs(made - seen)[known].mean() / np.abs(seen[known]).mean())
+        if called.sum() or known.sum():
+            most = max((called & (seen != 0)).sum(), known.sum())
+            values.setdefault("yield", []).append((called & agrees).sum() / most)
+        if known.sum():
+            order = np.lexsort((-np.abs(made), made_p))
+            pure = np.cumsum(agrees[order][known[order]]) / np.arange(1, known.sum() + 1)
+            deepest = np.flatnonzero(pure >= 0.9)
+            values.setdefault("reach", []).append((deepest[-1] + 1) / known.sum() if len(deepest) else 0.0)
+    return {name: float(np.mean(of)) for name, of in values.items()}
+
+
+def test_cell_eval2_gives_our_numbers_for_each_method(
+    cells: tuple[Context, Any, Path], perturbed_cells: Any, tmp_path: Path
+) -> None:
+    changed = ad.read_h5ad(cells[2])
+    expression, about = changed.X.toarray(), changed.uns["cellmill_changes"]
+    for number, name in enumerate(about["perturbations"]):  # what cells of the simulation lack
+        rows, up = np.flatnonzero(changed.obs.perturbation == name), np.arange(25 * number, 25 * number + 60)
+        expression[np.ix_(rows, up)] += 1.5
+        about["changes"][:, number, up] += np.linspace(0.5, 1.5, len(about["methods"]))[:, None]
+    path = tmp_path / "changed.h5ad"
+    changed.X = sp.csr_matrix(expression)
+    changed.write_h5ad(path)
+    found = perturbed_cells.read_changes(path)
+    values = run_bridge("cell2_bridge.py", "cell_eval2", path, tmp_path / "out.json")
+    assert list(values) == [*found.changes]
+    theirs = {
+        "error": "expr_mse_unbiased_capped_norm",
+        "rank": "pds_cosine",
+        "jaccard": "de_wilcoxon_sig_jaccard",
+        "nmae": "de_wilcoxon_lfc_nmae",
+        "yield": "de_wilcoxon_direction_fidelity_yield_raw",
+        "reach": "de_wilcoxon_direction_reach_raw",
+    }
+    for method, of_method in values.items():
+        own = vcc2026(found, method)
+        for name, metric in theirs.items():
+            assert (of_method[metric] is None) == (name not in own), (method, metric)
+            if name in own:
+                assert of_method[metric] == pytest.approx(own[name], abs=1e-6), (method, metric)

@@ -259,14 +259,16 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
 
 
 def test_predicted_changes_are_judged_on_request_without_an_evaluation(project: Project) -> None:
-    target = "results/runs/tiny/bridges/sim.cell-eval.json"
-    expected = [*CORPUS, "plan", "train", "consolidate", "embed", "predict_changes", "cell_eval"]
-    assert project.jobs(target) == dict.fromkeys(expected, 1)
-    assert re.search(
-        r"Shell command: python \S+/workflow/bridges/cell_bridge\.py --changes results/runs/tiny/changes/sim\.h5ad "
-        r"--threads 2 --out " + re.escape(target),
-        project.snakemake("-n", "-p", target).stdout,
-    )
+    targets = {name: f"results/runs/tiny/bridges/sim.{name}.json" for name in ("cell-eval", "cell-eval2")}
+    expected = [*CORPUS, "plan", "train", "consolidate", "embed", "predict_changes", "cell_eval", "cell_eval2"]
+    assert project.jobs(*targets.values()) == dict.fromkeys(expected, 1)
+    shown = project.snakemake("-n", "-p", *targets.values()).stdout
+    for name, script in zip(targets, ("cell_bridge", "cell2_bridge")):
+        assert re.search(
+            rf"Shell command: python \S+/workflow/bridges/{script}\.py --changes results/runs/tiny/changes/sim\.h5ad "
+            r"--threads 2 --out " + re.escape(targets[name]),
+            shown,
+        )
 
 
 EXTERNAL = """

@@ -4,7 +4,6 @@ All of its metrics by its own functions and defaults, each a mean over the pertu
 ceiling, of halves of the measured cells. Differential expression of the measured cells is computed once.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ try:
     from cell_eval import MetricsEvaluator
     from cell_eval.metrics import metrics_registry
     from cell_eval.utils import guess_is_lognorm
-    from perturbed_cells import COLUMN, PerturbedCells, read_changes
+    from perturbed_cells import COLUMN, PerturbedCells, read_arguments, read_changes
 except ImportError as error:
     end_without("cell-eval", "0.8.2", error)
 
@@ -88,13 +87,8 @@ def means_of(results: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("changes", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    threads = min(given.threads, len(os.sched_getaffinity(0)))
-    cells = read_changes(given.changes)
+    given = read_arguments()
+    cells, threads = read_changes(given.changes), min(given.threads, len(os.sched_getaffinity(0)))
     check_scale("measured cells", cells.measured)
     with TemporaryDirectory() as folder:
         values = {method: measure(cells, method, Path(folder), threads) for method in cells.changes}

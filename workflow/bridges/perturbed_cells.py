@@ -9,6 +9,7 @@ a factor near 1. Adding the change to each cell instead would move zeros, which 
 of all genes differ significantly from controls whatever is predicted.
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,14 @@ class PerturbedCells:
 
     def _starting(self, stratum: int) -> np.ndarray:
         return np.flatnonzero(self.start.obs["stratum"] == stratum)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Arguments of a bridge that reads such a file."""
+    parser = argparse.ArgumentParser()
+    for name, kind in {"changes": Path, "out": Path, "threads": int}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    return parser.parse_args()
 
 
 def read_changes(path: Path) -> PerturbedCells:

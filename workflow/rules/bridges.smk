@@ -1,4 +1,4 @@
-# Metrics of other packages on an evaluated dataset, made on request alone: on its embedding, or (cell_eval) on predicted
+# Metrics of other packages on an evaluated dataset, made on request alone: on its embedding, or (cell_eval, cell_eval2) on predicted
 # changes of its perturbations. Each runs in an environment of its own, without cellmill: that of `--sdm conda`, the
 # Python that `bridges` of the configuration names, or the one that runs Snakemake.
 
@@ -74,6 +74,27 @@ rule cell_eval:
     resources:
         python=jobs.bridge_python("cell-eval"),
         script=f"{scripts}/cell_bridge.py",
+        mem_mb=sized(16000, 3),
+        runtime=240,
+    shell:
+        "{resources.python:q} {resources.script:q} --changes {input.changes:q} --threads {threads:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
+rule cell_eval2:
+    input:
+        changes="results/runs/{run}{at}/changes/{dataset}.h5ad",
+    output:
+        "results/runs/{run}{at}/bridges/{dataset}.cell-eval2.json",
+    log:
+        "logs/cell_eval2/{run}{at}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/cell_eval2/{run}{at}.{dataset}.tsv"
+    conda:
+        "../../envs/bridge-cell-eval2.yaml"
+    threads: 4
+    resources:
+        python=jobs.bridge_python("cell-eval2"),
+        script=f"{scripts}/cell2_bridge.py",
         mem_mb=sized(16000, 3),
         runtime=240,
     shell:

@@ -156,6 +156,7 @@ rule predict_changes:
         ancestors=jobs.ancestor_manifests,
         cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
+        files=jobs.task_files,
     output:
         "results/runs/{run}{at}/changes/{dataset}.h5ad",
     log:

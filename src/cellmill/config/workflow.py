@@ -136,7 +136,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval")  # packages that rules of workflow/rules/bridges.smk run
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2")  # packages of workflow/rules/bridges.smk
 
 
 # with several bases, pydantic puts the fields of the last one first
@@ -215,8 +215,8 @@ class Workflow(Section):
     bridges: Mapping[str, str] = Field(
         default_factory=dict,
         description="Python of an environment that has the package, by package, for use without conda (`--sdm conda`), "
-        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json` or `.cell-eval.json`. "
-        "Changing it reruns nothing.",
+        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or "
+        "`.cell-eval2.json`. Changing it reruns nothing.",
     )
 
     @field_validator("bridges", mode="before")

@@ -312,13 +312,18 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
 def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     """Every method of the embedding minus every other, in each column."""
     return [
-        {"column": column.heading, "compared": own, "against": other}
-        | asdict(paired_difference(column.scores[own], column.scores[other]))
+        difference(column, own, other)
         for column in columns
         for own in filter(is_own, column.scores)
         for other in column.scores
         if not is_own(other)
     ]
+
+
+def difference(column: ScoreColumn, compared: str, against: str) -> dict[str, Any]:
+    """One entry of `differences`."""
+    found = paired_difference(column.scores[compared], column.scores[against])
+    return {"column": column.heading, "compared": compared, "against": against} | asdict(found)
 
 
 def against_best(columns: Iterable[ScoreColumn]) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and their files.
+"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and the reader of their files.
 
 A gene's embedding is its learned one plus the projection of its vector. A gene without a vector has zeros, and the
 projection has no bias, so its embedding is the learned one alone. Vectors are divided by their root mean square over
@@ -7,6 +7,7 @@ all genes that have one, so that the projection starts as large as a learned emb
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
 """
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from cellmill.config.parts.family import GeneVectorsConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
+from cellmill.files import require_file
 from cellmill.models.initial import STD, with_std
 
 NAME = "gene_vectors"
@@ -56,7 +58,7 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
         model.frozen = model.frozen | {TABLE}
 
 
-KINDS = (".npy", ".safetensors")
+KINDS = (".npy", ".safetensors", ".tsv", ".csv")
 
 
 @dataclass(frozen=True)
@@ -70,52 +72,87 @@ class VocabularyVectors:
 
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> VocabularyVectors:
     """Return vectors found by Ensembl id or symbol. Raises DataError, or ConfigError for another length."""
+    found = read_vectors(path, [*zip(vocabulary.gene_ids, vocabulary.symbols)])
+    if found.shape[1] != dim:
+        raise ConfigError(
+            f"model.gene_vector_dim is {dim}, the vectors of {path} have {found.shape[1]} numbers; set it to "
+            f"{found.shape[1]}"
+        )
+    known = found.isfinite().all(1).nonzero().flatten()
+    table = torch.zeros(vocabulary.n_tokens, dim)
+    table[known + len(SPECIAL)] = found[known] / found[known].square().mean().sqrt().clamp(min=1e-30)
+    return VocabularyVectors(table, len(known))
+
+
+def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
+    """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a gene that it lacks.
+
+    Raises DataError for a file that cannot be used, ConfigError for one of another kind than KINDS.
+    """
     names, vectors = _read(path)
     if vectors.ndim != 2 or not vectors.is_floating_point():
         raise DataError(
             f"{path}: expected an array of (genes, numbers) of floats, got {tuple(vectors.shape)} of {vectors.dtype}"
         )
-    if vectors.shape[1] != dim:
-        raise ConfigError(
-            f"model.gene_vector_dim is {dim}, the vectors of {path} have {vectors.shape[1]} numbers; set it to "
-            f"{vectors.shape[1]}"
-        )
-    rows = _rows_of(path, names, vocabulary)
-    known = (rows >= 0).nonzero().flatten()
-    table = torch.zeros(vocabulary.n_tokens, dim)
-    found = vectors[rows[known]].float()
-    if not found.isfinite().all():
-        bad = int((~found.isfinite().all(1)).nonzero()[0])
-        raise DataError(f"{path}: the vector of {names[int(rows[known][bad])]} has a value that is not finite")
-    table[known + len(SPECIAL)] = found / found.square().mean().sqrt().clamp(min=1e-30)
-    return VocabularyVectors(table, len(known))
-
-
-def _rows_of(path: Path, names: Sequence[str], vocabulary: Vocabulary) -> torch.Tensor:
-    """(genes,) int64: row of each gene of the vocabulary in the file, -1 for none."""
     row = {name: at for at, name in enumerate(names)}
     if len(row) < len(names):
         twice = next(name for at, name in enumerate(names) if row[name] != at)
         raise DataError(f"{path}: {twice!r} names two vectors; leave one out")
-    pairs = zip(vocabulary.gene_ids, vocabulary.symbols)
-    rows = torch.tensor([row.get(gene, row.get(symbol, -1)) for gene, symbol in pairs])
+    rows = torch.tensor([next((row[name] for name in of_gene if name in row), -1) for of_gene in genes])
     if not (rows >= 0).any():
         raise DataError(
             f"{path}: none of its {len(names):,} names is an Ensembl id or symbol of the vocabulary; the first is "
-            f"{names[0] if names else 'missing'!r}, that of the vocabulary {vocabulary.gene_ids[0]!r}"
+            f"{names[0] if names else 'missing'!r}, the vocabulary's {genes[0][0]!r}; name genes as it does"
         )
-    return rows
+    found = vectors[rows.clamp(min=0)].float()
+    bad = ((rows >= 0) & ~found.isfinite().all(1)).nonzero()
+    if len(bad):
+        name = names[int(rows[bad[0]])]
+        raise DataError(
+            f"{path}: the vector of {name} has a value that is not finite; correct it or leave the gene out"
+        )
+    found[rows < 0] = torch.nan
+    return found
 
 
 def _read(path: Path) -> tuple[list[str], torch.Tensor]:
-    if path.suffix not in KINDS:
-        raise ConfigError(f"model.gene_vectors: {path}: expected a file {' or '.join(KINDS)}")
-    if not path.is_file():
-        raise ConfigError(f"model.gene_vectors: {path}: no such file")
+    readers = dict(zip(KINDS, (_read_npy, _read_safetensors, _read_table, _read_table), strict=True))
+    if path.suffix not in readers:
+        raise ConfigError(f"{path}: expected a file of gene vectors, {' or '.join(KINDS)}; convert it to one of them")
+    require_file(path)
     try:
-        return _read_npy(path) if path.suffix == ".npy" else _read_safetensors(path)
-    except (ValueError, OSError, EOFError, SafetensorError) as error:
+        return readers[path.suffix](path)
+    except (ValueError, OSError, EOFError, SafetensorError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
+    """A gene and its numbers a line, below a header or not: the first line is one if it has anything but numbers."""
+    names, rows, width = [], [], 0
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        for fields in filter(None, reader):
+            first, width = not width, width or len(fields)
+            if len(fields) != width or width < 2:
+                expected = f"{width} columns as in the first line" if width > 1 else "a gene and its numbers"
+                separated = "tabs" if path.suffix == ".tsv" else "commas"
+                raise DataError(
+                    f"{path}, line {reader.line_num}: expected {expected}, separated by {separated}, got "
+                    f"{len(fields)}; complete the line"
+                )
+            try:
+                rows.append(np.array(fields[1:], np.float32))
+            except ValueError:
+                if first:
+                    continue
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {fields[0]!r} has a value that is not a number; correct it or "
+                    "leave the gene out"
+                ) from None
+            names.append(fields[0].strip())
+    if not names:
+        raise DataError(f"{path}: no vectors; expected a line for each gene")
+    return names, torch.from_numpy(np.stack(rows))
 
 
 def _read_npy(path: Path) -> tuple[list[str], torch.Tensor]:

@@ -21,9 +21,9 @@ class GeneVectorsConfig(Section):
     gene_vectors: str | None = Field(
         None,
         description="File with a vector per gene, by Ensembl id or symbol: .npy with shape (genes, dim) and the names, "
-        "one per line, in the file of the same name with .genes.txt in place of .npy; or .safetensors with a "
-        "tensor per name. The vector is projected by a learned matrix and added to the gene's learned "
-        "embedding; a gene without a vector has only the learned embedding.",
+        "one per line, in the file of the same name with .genes.txt in place of .npy; .safetensors with a tensor "
+        "per name; or .tsv or .csv with a gene and its numbers per line. The vector is projected by a learned "
+        "matrix and added to the gene's learned embedding; a gene without a vector has only the learned embedding.",
     )
     gene_vector_dim: int | None = Field(
         None,

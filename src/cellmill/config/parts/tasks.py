@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from cellmill.config.datasets import check_name
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import EachOnce
 
@@ -150,6 +151,17 @@ class PerturbationConfig(TaskConfig):
         3, ge=1, description="Repetitions of the cross-validation over perturbations, with `evaluate.folds` folds each."
     )
     most_folds: int = MOST_FOLDS
+    neighbors: int = Field(
+        5, ge=1, description="k of the kNN average: perturbations of the genes with the most similar vectors."
+    )
+    priors: dict[Annotated[str, AfterValidator(check_name)], str] = Field(
+        {},
+        description="Files of gene vectors by name, such as of STRING or of a protein language model, in the formats "
+        "of model.gene_vectors: new perturbations are predicted from the vectors of their genes.",
+    )
+
+    def paths(self) -> dict[str, str]:
+        return {f"priors.{name}": path for name, path in self.priors.items()}
 
 
 class ImputationConfig(TaskConfig):

@@ -256,6 +256,20 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
     return {name: next((row for row in rows if row >= 0), -1) for name, *rows in zip(unique, *readings)}
 
 
+def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tuple[str, ...]]:
+    """Names under which a file may have the gene of each name: the name, its Ensembl id, its current symbol.
+
+    The packaged tables are those of the vocabulary's organisms.
+    """
+    unique = sorted({*names})
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in unique}
+    for organism in _organisms(vocabulary):
+        mapped = map_genes(unique, pd.DataFrame(index=unique), organism)
+        for name, gene, symbol in zip(unique, mapped.gene_ids, mapped.symbols):
+            found[name] += (gene, symbol) if gene else ()
+    return found
+
+
 SEPARATOR = "+"
 """Between the genes of one perturbation."""
 

@@ -16,6 +16,7 @@ Legend: U units, G genes, F features of a unit, C controls.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -29,12 +30,13 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
-from cellmill.data.genes.names import perturbed_genes
+from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.scores import EMBEDDING, divide
-from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.genes import features_of, gene_features
+from cellmill.evaluate.task import PCA_CELLS, Context, pca
+from cellmill.evaluate.tasks.genes import expression_statistics, features_of, gene_features, loadings_of
+from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
@@ -131,24 +133,27 @@ Prediction = dict[str, np.ndarray]
 
 
 def of_new_perturbations(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Mapping[str, np.ndarray]
+    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Mapping[str, np.ndarray], neighbors: int
 ) -> Prediction:
     """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
 
-    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
+    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units. The ridge
+    has one penalty for all genes, so that one on the principal components of the changes would predict the same.
     """
     predicted = without_features(changes, train, test)
     for name, values in features.items():
         has = np.isfinite(values).all(1)
         known, wanted = train[has[train]], np.flatnonzero(has[test])
-        linear, nearest = predicted["mean"].copy(), predicted["mean"].copy()
+        linear, nearest, several = (predicted["mean"].copy() for _ in range(3))
         if len(known) >= MIN_KNOWN and len(wanted):
             scaler = StandardScaler().fit(values[known])
             given, queries = scaler.transform(values[known]), scaler.transform(values[test[wanted]])
             linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
             unit_rows = [v / np.linalg.norm(v, axis=1, keepdims=True).clip(1e-12) for v in (queries, given)]
-            nearest[wanted] = changes[known[(unit_rows[0] @ unit_rows[1].T).argmax(1)]]
-        predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest}
+            similar = known[np.argsort(-unit_rows[0] @ unit_rows[1].T, axis=1, kind="stable")]
+            nearest[wanted] = changes[similar[:, 0]]
+            several[wanted] = changes[similar[:, :neighbors]].mean(1)
+        predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest, f"{name} + kNN": several}
     return predicted
 
 
@@ -298,22 +303,67 @@ def folds_of(context: Context, config: PerturbationConfig, units: Units, held_ou
             yield 0, train, test
 
 
+CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
+
+
+def features_of_units(
+    context: Context, config: PerturbationConfig, profiles: Profiles, units: Units
+) -> dict[str, np.ndarray]:
+    """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit without a vector.
+
+    Sources are the model, co-expression, and the files of `config.priors`, which may have vectors of genes that the
+    dataset did not measure. Raises DataError for a file that cannot be used.
+    """
+    vocabulary, genes = context.model.vocabulary, genes_of(context, units.perturbation)
+    measured = _co_expression(profiles)
+    co_expression = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
+    co_expression[profiles.genes] = measured
+    by_gene = gene_features(context.model) | {CO_EXPRESSION: co_expression}
+    features = {name: features_of(genes, values) for name, values in by_gene.items()}
+    parts = [[part.strip() for part in name.split(SEPARATOR)] for name in units.perturbation]
+    named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
+    known = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
+    for name, path in config.priors.items():
+        vectors = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
+        row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
+        of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
+        features[PRIOR + name] = features_of(of_units, vectors)
+    return features
+
+
+def _co_expression(profiles: Profiles) -> np.ndarray:
+    """(G, components) float64: loadings of the correlation of genes over the controls that predictions start from.
+
+    No perturbed cell is read, nor a control that changes are measured from.
+    """
+    controls = profiles.expression[np.flatnonzero((profiles.half == 0) & (profiles.stratum != _NO_STRATUM))[:PCA_CELLS]]
+    spread = expression_statistics(controls)[:, 1]
+    standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
+    return loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
+
+
 def predictions(
-    context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
+    context: Context,
+    profiles: Profiles,
+    units: Units,
+    folds: list[Fold],
+    held_out: str,
+    features: Mapping[str, np.ndarray],
+    neighbors: int,
 ) -> Iterator[tuple[int, np.ndarray, Prediction]]:
-    """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
+    """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold.
+
+    `features` (`features_of_units`) and `neighbors` are of new perturbations alone.
+    """
     given = profiles.control_means(0)
     known = profiles.changes(units.of_cell, len(units), given)
     genes = genes_of(context, units.perturbation)
-    features = {}
-    if held_out == "perturbation":
-        features = {name: features_of(genes, values) for name, values in gene_features(context.model).items()}
     states = profiles.controls_of(units.of_cell, len(units), given)
     shares = np.nan_to_num(profiles.strata_of(scored_units(context, units), len(units)))
     responses = predicted_changes(context, profiles, shares, units.perturbation.tolist(), genes)
     for repetition, train, test in folds:
         if held_out == "perturbation":
-            predicted = of_new_perturbations(known, train, test, features)
+            predicted = of_new_perturbations(known, train, test, features, neighbors)
         else:
             predicted = of_new_contexts(known, train, test, units.perturbation, states)
         if responses is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from scipy.stats import rankdata
+from sklearn.decomposition import PCA
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
@@ -51,8 +52,12 @@ def gene_features(model: EvaluatedModel) -> dict[str, np.ndarray]:
 
 def loadings(model: EvaluatedModel) -> dict[str, np.ndarray]:
     """Loadings of the training cells' principal components, (genes, components), under their name."""
-    components = model.components
-    return {f"PCA{COMPONENTS} of genes": components.components_.T * np.sqrt(components.explained_variance_)}
+    return {f"PCA{COMPONENTS} of genes": loadings_of(model.components)}
+
+
+def loadings_of(components: PCA) -> np.ndarray:
+    """(genes, components) float64: each component in units of its standard deviation over cells."""
+    return np.asarray(components.components_.T * np.sqrt(components.explained_variance_))
 
 
 def all_gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:

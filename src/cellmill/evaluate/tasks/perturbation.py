@@ -4,11 +4,16 @@ Changes are defined in `evaluate.tasks.changes`. Whole perturbations are held ou
 for example all cells of a donor but its controls, from which predictions start. If the model saw cells of some
 perturbations, those it never saw are tested, once; else all are tested in folds, repeated with other folds (`seeds`).
 
-Rows: `no change`; `mean` of all other changes; `linear` (a ridge) and `nearest` (the change of the perturbation with
-the most similar gene), from features of the perturbed gene, or the mean where the model does not know it; a model with
-objective perturbation_response as it is. For new contexts the baseline is the same perturbation in other contexts: its
-mean, a ridge, and its change in the context with the most similar controls. `split halves` is a ceiling: one half of a
-perturbation's cells predicts the change of the other half, which is noisier than what the other rows are compared with.
+Rows: `no change`; `mean` of all other changes; `linear` (a ridge), `nearest` (the change of the perturbation with the
+most similar gene) and `kNN` (the mean of the nearest), from vectors of the perturbed gene, or the mean where it has
+none; a model with objective perturbation_response as it is. Vectors are the model's, co-expression over the controls,
+and files (`priors`); co-expression and files are compared with the mean, too. For new contexts the baseline is the same
+perturbation in other contexts: its mean, a ridge, and its change in the context with the most similar controls.
+
+`split halves` is a ceiling: one half of a perturbation's cells predicts the change of the other half, which is noisier
+than what the other rows are compared with. `best other perturbation` is one of `nearest`: the training perturbation
+whose change is most like the one of one half predicts the other half.
+
 A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions.
 
 Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
@@ -39,13 +44,16 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import ScoreColumn, divide, is_own, kind_of, table_rows
+from cellmill.evaluate.scores import ScoreColumn, difference, differences, divide, is_own, kind_of, table_rows
 from cellmill.evaluate.task import Context, Task, TaskResult, supervised_name
 from cellmill.evaluate.tasks.changes import (
+    CO_EXPRESSION,
+    PRIOR,
     Fold,
     Profiles,
     Units,
     controlled_role,
+    features_of_units,
     find_units,
     folds_of,
     genes_of,
@@ -55,6 +63,8 @@ from cellmill.evaluate.tasks.changes import (
     strata_of,
     without_changes,
 )
+from cellmill.evaluate.tasks.grn import correlations
+from cellmill.runs.verdict import sentence
 
 METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better
     "Pearson": "Pearson of the change",
@@ -115,7 +125,8 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
         )
     tested = np.sort(np.concatenate([test for _, _, test in folds]))
     changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
-    for _, test, predicted in predictions(context, profiles, units, folds, HELD_OUT):
+    features = features_of_units(context, config, profiles, units)
+    for _, test, predicted in predictions(context, profiles, units, folds, HELD_OUT, features, config.neighbors):
         for method, values in predicted.items():
             name = supervised_name(method, context.supervised) if is_own(method) else method
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
@@ -157,6 +168,7 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
 
 
 CEILING = "split halves"
+BEST_OTHER = "best other perturbation"  # ceiling of methods that name the most similar one
 
 
 class Perturbation(Task):
@@ -177,25 +189,41 @@ class Perturbation(Task):
                 continue
             units = find_units(context, profiles, held_out, self.config.min_cells)
             folds = list(folds_of(context, self.config, units, held_out))
+            features = {}
+            if held_out == "perturbation":
+                features = features_of_units(context, self.config, profiles, units)
             numbers |= self._numbers(context, held_out, units, folds)
+            for name in (CO_EXPRESSION, *(PRIOR + prior for prior in self.config.priors)) if features else ():
+                n = np.unique(units.perturbation[np.isfinite(features[name]).all(1)]).size
+                numbers[f"perturbation_perturbations_with_{name}"] = n
             if folds:
-                scores = self._scores(context, profiles, units, folds, held_out)
+                scores = self._scores(context, profiles, units, folds, held_out, features)
                 for metric, words in METRICS.items():
                     defined = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
-                    ceiling = defined.pop(CEILING, None)
+                    tops = {name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined}
+                    ceiling = tops.get(CEILING)
                     if defined and ceiling is not None:
                         named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
                         trivial = {name: of for name, of in defined.items() if name in ("no change", "mean")}
                         columns.append(
                             ScoreColumn(*named, defined, metric == "MAE", trivial=trivial, ceiling=(CEILING, ceiling))
                         )
-                        ceilings.append(ScoreColumn(*named, {CEILING: ceiling}))
+                        ceilings.append(ScoreColumn(*named, tops))
         if not columns:
             reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))
             return TaskResult(figures=numbers, skipped=reasons or "no stratum has enough controls")
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
         judged = [column for column in columns if any(map(is_own, column.scores))]
-        return TaskResult.from_columns(columns, numbers, judged, rows=rows)
+        compared, notes = differences(judged), []
+        for column in columns:
+            by_source: dict[str, list[str]] = {}
+            for name in column.scores:
+                if name.startswith((CO_EXPRESSION, PRIOR)):
+                    by_source.setdefault(name.partition(" + ")[0], []).append(name)
+                    compared.append(difference(column, name, "mean"))
+            best = (column.best(own=False, among=names) for names in by_source.values())
+            notes += [sentence(column.compare(name, "mean")) for name in best]
+        return TaskResult.from_columns(columns, numbers, judged, rows=rows, differences=compared, notes=notes)
 
     def _numbers(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
         tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
@@ -215,20 +243,31 @@ class Perturbation(Task):
         return numbers
 
     def _scores(
-        self, context: Context, profiles: Profiles, units: Units, folds: list[Fold], held_out: str
+        self,
+        context: Context,
+        profiles: Profiles,
+        units: Units,
+        folds: list[Fold],
+        held_out: str,
+        features: Mapping[str, np.ndarray],
     ) -> dict[str, dict[str, np.ndarray]]:
         """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
         given, measured = profiles.control_means(0), profiles.control_means(1)
         scored = scored_units(context, units)
-        seen = profiles.changes(scored, len(units), measured)
+        seen, known = profiles.changes(scored, len(units), measured), profiles.changes(units.of_cell, len(units), given)
         genes = genes_of(context, units.perturbation)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in genes])
         shape = 1 + max(repetition for repetition, _, _ in folds), len(units)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        for repetition, test, predicted in predictions(context, profiles, units, folds, held_out):
+        every_fold = predictions(context, profiles, units, folds, held_out, features, self.config.neighbors)
+        for (_, train, _), (repetition, test, predicted) in zip(folds, every_fold):
             halves = _halves(scored, units, profiles, (given, measured), context.options.seed + repetition)
             pairs = {name: (change, seen[test]) for name, change in predicted.items()}
-            for name, (change, truth) in (pairs | {CEILING: (halves[0][test], halves[1][test])}).items():
+            pairs[CEILING] = halves[0][test], halves[1][test]
+            if held_out == "perturbation":
+                similar = correlations(halves[0][test].T, known[train].T)
+                pairs[BEST_OTHER] = known[train[similar.argmax(1)]], halves[1][test]
+            for name, (change, truth) in pairs.items():
                 by_metric = change_scores(change, truth, perturbed[test], self.config.top_genes)
                 for metric, values in by_metric.items():
                     scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
