@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cellmill.cli import main
+from cellmill.config.run import AUTO_MIN_STEPS
 from cellmill.runs.folder import TrainFolder
+from cellmill.runs.progress import read_lines
 from tests.distributed import cases
 from tests.distributed.command import Run
 from tests.distributed.conftest import options
@@ -55,6 +57,23 @@ def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpu
     words = ["consolidate", "--train", str(run.out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
     assert main([*words, "--options", '{"consolidate": {}}']) == 0
     assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
+
+
+def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(corpus: str, tmp_path: Path) -> None:
+    runs = [Run(corpus, tmp_path / name) for name in ("auto", "number")]
+    curves = []
+    for run, steps in zip(runs, ("auto", AUTO_MIN_STEPS)):
+        run.train(_run(steps=steps, schedule="cosine"))  # whose rate in each step depends on the number of steps
+        assert run.read("status.json")["steps"] == AUTO_MIN_STEPS
+        curves.append(
+            [
+                (line["loss"], line["grad_norm"], line["lr"])
+                for line in read_lines(run.out / "metrics.jsonl")
+                if "loss" in line
+            ]
+        )
+    assert curves[0] == curves[1]
+    assert f"{runs[1].out}: this run is already done" in runs[1].train(_run(steps="auto", schedule="cosine"))[0]
 
 
 def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(

@@ -83,6 +83,8 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
     assert (train.steps, train.epochs) == (7, None), "a length replaces the default length"
+    train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": "auto"}}}).runs["demo"].train
+    assert (train.steps, train.epochs) == ("auto", None)
 
 
 def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
@@ -166,6 +168,14 @@ WRONG = {
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
         "got 'FULL'"
     ),
+    "train: {epochs: null, steps: atuo}": (
+        "train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got 'atuo'"
+    ),
+    "train: {epochs: null, steps: 0}": (
+        "train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got 0"
+    ),
+    "train: {steps: true}": ("train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got True"),
+    "train: {steps: auto}": "train: expected one of steps and epochs, got both; set one of them, and the other to null",
     "train: {steps: 3}": "train: expected one of steps and epochs, got both; set one of them, and the other to null",
     "stream: {weight_by: cell_type, weight_start_exponent: 0.5}": (
         "stream: weight_start_exponent 0.5 requires weight_warmup_steps, got 0; set both, or leave "

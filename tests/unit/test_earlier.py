@@ -26,10 +26,10 @@ def options(**train: Any) -> Any:
     return stored_options(TREE | {"train": TREE["train"] | length | train}, "test")
 
 
-def wanted(steps: int, data: str = "aaaa", **train: Any) -> tuple[dict[str, Any], int]:
-    """run.json and steps of a requested training."""
-    given = train if "epochs" in train else train | {"steps": steps}
-    return {"identity": identity(options(**given), None), "fingerprint": data}, steps
+def wanted(total: int, data: str = "aaaa", **train: Any) -> tuple[dict[str, Any], int]:
+    """run.json and `total` steps of a requested training."""
+    given = train if "epochs" in train else {"steps": total} | train
+    return {"identity": identity(options(**given), None), "fingerprint": data}, total
 
 
 def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainFolder:
@@ -75,11 +75,12 @@ def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_rais
     assert not (folder.path / "status.json").exists()
 
 
-def test_the_same_number_of_steps_written_as_epochs_is_the_same_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("length", [{"epochs": 2.0}, {"steps": "auto"}], ids=str)
+def test_the_same_number_of_steps_written_as_epochs_or_auto_is_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: dict[str, Any]
 ) -> None:
-    assert is_done(trained(tmp_path / "a", 10), *wanted(10, epochs=2.0))
-    assert not is_done(trained(tmp_path / "b", 6), *wanted(10, epochs=2.0))
+    assert is_done(trained(tmp_path / "a", 10), *wanted(10, **length))
+    assert not is_done(trained(tmp_path / "b", 6), *wanted(10, **length))
     assert capsys.readouterr().out == ""
 
 

@@ -103,7 +103,7 @@ ELSEWHERE = {
     "unit/test_export.py": "finetune.min_known_frac",
     "unit/test_genes.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
     "unit/test_perturbation_response.py": "objective.perturbation_column objective.control objective.perturbed_genes",
-    "unit/test_plan.py": "train.epochs",
+    "unit/test_plan.py": "train.steps train.epochs",
     "unit/test_post_norm.py": "model.activation model.norm_eps model.ends model.cls_value",
     "unit/test_precision.py": "parallel.tf32 embed.precision evaluate.precision",
     "unit/test_preprocess.py": "preprocess.organism preprocess.min_coverage_frac preprocess.row_block",

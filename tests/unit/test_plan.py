@@ -13,6 +13,7 @@ from small_corpus import write_corpus
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
+from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
@@ -96,6 +97,25 @@ def test_steps_and_tokens_equal_those_of_the_stream(corpus: Manifest, tmp_path: 
 
 def test_a_run_that_ends_inside_an_epoch_counts_only_the_cells_it_sees(corpus: Manifest, tmp_path: Path) -> None:
     assert _plan(corpus, tmp_path, train={"steps": 11})["cells_seen"] == N_CELLS + 3 * 32
+
+
+def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    auto = Train.model_validate({"steps": "auto"})
+    assert {n: auto.total_steps(n) for n in (1, 13, 533, 534, 3907)} == {
+        1: 1600, 13: 1600, 533: 1600, 534: 1602, 3907: 11_721,
+    }  # fmt: skip
+    lines = []
+    for cells in (250, 25_600):
+        given: dict[str, Any] = {"machine": Machine(nodes="1", nproc_per_node=1), "device": "cpu", "cells": cells}
+        plan.plan(options=_options(train={"steps": "auto"}), manifest=None, out=None, **given)
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
+        lines.append(line.rpartition(", ")[0])
+    assert lines == [
+        "steps       1,600 (8 per epoch; auto: 3 epochs are 24, raised to the minimum)",
+        "steps       2,400 (800 per epoch; auto: 3 epochs)",
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

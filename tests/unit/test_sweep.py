@@ -107,6 +107,16 @@ def test_a_run_that_its_trunk_cannot_begin_is_refused_before_the_trunk_trains(
     assert message in str(error.value)
 
 
+def test_a_run_of_automatic_length_is_a_trunk_and_a_branch() -> None:
+    train = {"schedule": "wsd", "steps": "auto", "keep_steps": [400]}
+    runs = {
+        "long": {"corpus": "demo", "train": train},
+        "short": {"corpus": "demo", "trunk": "long", "trunk_step": 400, "train": train | {"steps": 500}},
+        "again": {"corpus": "demo", "trunk": "short", "trunk_step": 400, "train": train},
+    }
+    check_branches(check_config(BASE | {"runs": runs}, "test"), "test")  # their rates are compared when they begin
+
+
 def test_a_step_behind_the_trunks_end_is_refused() -> None:
     long = {"corpus": "demo", "train": {"steps": 300, "keep_steps": [400]}}
     runs = {"long": long, "short": {"corpus": "demo", "trunk": "long", "trunk_step": 400, "train": {"steps": 900}}}

@@ -141,14 +141,18 @@ class Plan(Section):
     )
 
 
+AUTO_EPOCHS, AUTO_MIN_STEPS = 3, 1600
+"""Length of `train.steps: auto`, from benchmarks/lengths.py: docs/objectives.md has its table. Larger numbers continue
+finished runs, smaller ones refuse them."""
+
+
 class Train(Section):
     """Optimisation, validation and checkpoints."""
 
-    steps: int | None = Field(
+    steps: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None = Field(
         None,
-        ge=1,
-        le=10**9,
-        description="Optimizer steps; exactly one of steps and epochs is set. A run whose length is changed continues.",
+        description=f"Optimizer steps; exactly one of steps and epochs is set. auto: {AUTO_EPOCHS} epochs, at least "
+        f"{AUTO_MIN_STEPS:,} steps. A run whose length is changed continues.",
     )
     epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
     global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
@@ -246,7 +250,17 @@ class Train(Section):
         return defaults | own
 
     def total_steps(self, steps_per_epoch: int) -> int:
+        if self.steps == "auto":
+            return max(AUTO_MIN_STEPS, AUTO_EPOCHS * steps_per_epoch)
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        is_number = str(value).isdecimal() and 1 <= int(value) <= 10**9
+        if not is_number and value not in ("auto", "null", None):
+            raise ValueError(f"expected a number of steps from 1 to 1,000,000,000, auto or null, got {value!r}")
+        return value
 
     @model_validator(mode="after")
     def _best_is_not_worst(self) -> Self:

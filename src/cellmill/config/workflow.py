@@ -274,11 +274,11 @@ class Workflow(Section):
                 f"runs.{name}.trunk_step: {run.trunk_step} is not in train.keep_steps of {run.trunk} "
                 f"({trunk.train.keep_steps}); add it there"
             )
-        if trunk.train.steps is not None and trunk.train.steps < run.trunk_step:
+        if isinstance(trunk.train.steps, int) and trunk.train.steps < run.trunk_step:
             raise ValueError(
                 f"runs.{name}.trunk_step: {run.trunk_step} is behind the last step of {run.trunk} ({trunk.train.steps})"
             )
-        if run.train.steps is not None and run.train.steps <= run.trunk_step:
+        if isinstance(run.train.steps, int) and run.train.steps <= run.trunk_step:
             raise ValueError(
                 f"runs.{name}.train.steps: expected more than its trunk_step, {run.trunk_step}, got {run.train.steps}"
             )

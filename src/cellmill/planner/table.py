@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cellmill.config.options import PlanOptions
-from cellmill.config.run import Train
+from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import GB, Cost, Hardware, amount, layout_words
 from cellmill.planner.devices import assumption, device_named
 from cellmill.planner.memory import host_bytes, idle_frac, link_bytes, staging_bytes
@@ -42,6 +42,7 @@ def describe(options: PlanOptions, cells: Cells, hardware: Hardware, cost: Cost)
         "cells": cells.n,
         "n_genes": cells.n_genes,
         **{name: getattr(work, name) for name in OF_WORK},
+        "auto_steps": options.train.steps == "auto",
         "micro_batch_tokens": work.micro_tokens,
         "step": None if time is None else {**asdict(time), "step_s": time.step_s},
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
@@ -79,7 +80,12 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
     yield "cells", f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}"
-    yield "steps", f"{plan['steps']:,} ({plan['steps_per_epoch']:,} per epoch), {plan['tokens']:,.0f} tokens in total"
+    per_epoch, auto = plan["steps_per_epoch"], ""
+    if plan["auto_steps"]:
+        enough = AUTO_EPOCHS * per_epoch
+        auto = f"; auto: {AUTO_EPOCHS} epochs"
+        auto += f" are {enough:,}, raised to the minimum" if enough < plan["steps"] else ""
+    yield "steps", f"{plan['steps']:,} ({per_epoch:,} per epoch{auto}), {plan['tokens']:,.0f} tokens in total"
     micro_batches = (
         f"{plan['micro_batches_per_step']:.1f} micro-batches per process, {plan['flops_per_step']:.3g} FLOPs"
     )

@@ -74,9 +74,9 @@ def check_branches(workflow: Workflow, source: str) -> None:
                     f"{source}: runs.{name}.{key}: expected {before[key]}, as its trunk {run.trunk}, got {now[key]}; "
                     "make them equal, or set init_from in place of trunk"
                 )
-        if own.train.steps is not None and of_trunk.train.steps is not None:
-            trains = [(options.train, options.train.steps) for options in (of_trunk, own)]
-            _check_rates(f"{source}: runs.{name}", run.trunk_step, *trains)
+        steps = [options.train.steps for options in (of_trunk, own)]
+        if isinstance(steps[0], int) and isinstance(steps[1], int):
+            _check_rates(f"{source}: runs.{name}", run.trunk_step, (of_trunk.train, steps[0]), (own.train, steps[1]))
 
 
 def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:
