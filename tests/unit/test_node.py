@@ -44,6 +44,13 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A job's folder, two levels inside of its run's, which the first node claims: no other test has that run."""
+    (folder := tmp_path / "submitit" / "7").mkdir(parents=True)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("restarts", "saves", "says_why", "starts", "printed"),
     [
