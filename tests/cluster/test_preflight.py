@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.cluster.rig import Rig
@@ -105,6 +106,7 @@ def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project:
         rf"ok  python: (\S+) on ({addresses}), \1 here",
         rf"ok  cellmill: (\S+) on ({addresses}), \1 here",
         rf"ok  torch: \S+ on ({addresses})",
+        *([rf"ok  CUDA: \S+ on ({addresses})"] if torch.version.cuda else []),
         r"ok  GPUs: none requested and none visible: processes compute on CPU cores",
         rf"ok  clock: ({addresses}) within [\d.]+ s of this machine",
         r"ok  all-reduce in a node: [\d.]+ GB/s bus bandwidth on \S+, the slowest, 16 MB by gloo",
