@@ -195,7 +195,8 @@ class Relay:
         """Both prove that they know the secret, over nonces of both and the port, so that nobody can pass it on."""
         port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
         writer.write(nonce)
-        answer = await asyncio.wait_for(reader.readexactly(_NONCE + _PROOF), HANDSHAKE_S)
+        async with asyncio.timeout(HANDSHAKE_S):
+            answer = await reader.readexactly(_NONCE + _PROOF)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
         if self.store is None or not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
             return None
@@ -212,7 +213,9 @@ class Relay:
         while True:
             for port in self.rendezvous.ports:
                 try:
-                    if (connection := await asyncio.wait_for(self._knock(port), HANDSHAKE_S)) is not None:
+                    async with asyncio.timeout(HANDSHAKE_S):  # wait_for of Python 3.11 may lose a cancellation
+                        connection = await self._knock(port)
+                    if connection is not None:
                         return connection
                 except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                     unknown, waited = isinstance(error, socket.gaierror), asyncio.get_running_loop().time() - began
