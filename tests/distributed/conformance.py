@@ -335,6 +335,7 @@ QUICK_CUTS = [
     Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}),
     Case("genes", "HYBRID_SHARD", train=SMALL, parallel=AT_EACH),
     Case("four layers, genes", "pp", 2, SMALL),
+    Case("masked_value", "fsdp", 2, parallel=FULL),
 ]
 MORE_CUTS = [
     Case("sum of contrasts", "ddp", 2, {"token_budget": 128}),
