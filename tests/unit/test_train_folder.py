@@ -57,6 +57,7 @@ def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
         follower.stdin.flush()
         assert follower.stdout.readline() == "following\n"
         follower.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, follower.pid, os.WSTOPPED | os.WNOWAIT)  # the signal alone does not say that it has stopped
         stopped = f"busy process {follower.pid} .*, which is stopped: `kill -CONT {follower.pid}` continues it"
         with pytest.raises(DataError, match=stopped), locked(tmp_path, "busy {holder}", wait_s=0.5, follows=True):
             pass
