@@ -13,14 +13,7 @@ from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.changes import (
-    CO_EXPRESSION,
-    features_of_units,
-    find_units,
-    of_new_contexts,
-    of_new_perturbations,
-    read_profiles,
-)
+from cellmill.evaluate.tasks.changes import CO_EXPRESSION, HeldOut, of_new_contexts, of_new_perturbations
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 from tests.unit.evaluated import make_context
 
@@ -96,8 +89,9 @@ def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
 
 
 def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(screen: Context) -> None:
-    profiles = read_profiles(screen, ("batch",))
-    units = find_units(screen, profiles, "perturbation", 4)
+    held = HeldOut.of(screen, CONFIG, "perturbation")
+    assert held is not None
+    profiles, units = held.profiles, held.units
     assert len(units) == 5
     assert set(units.group[units.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     known = profiles.expression.toarray()
@@ -152,10 +146,9 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
 
 
 def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
-    profiles = read_profiles(screen, ("batch",))
-    units = find_units(screen, profiles, "perturbation", 4)
-    config = CONFIG.model_copy(update={"priors": {}})
-    found = features_of_units(screen, config, profiles, units)[CO_EXPRESSION]
+    held = HeldOut.of(screen, CONFIG, "perturbation")
+    assert held is not None
+    profiles, units, found = held.profiles, held.units, held.features[CO_EXPRESSION]
     starts = profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
     spread = starts.std(0)
     correlation = np.corrcoef(starts[:, spread > 0].T)
@@ -173,8 +166,8 @@ def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: 
     assert np.isnan(found[units.perturbation.tolist().index("unheard")]).all()
     changed = profiles.expression.tolil()
     changed[np.flatnonzero(profiles.half != 0)] = 7.0
-    other = features_of_units(screen, config, replace(profiles, expression=changed.tocsr()), units)
-    np.testing.assert_array_equal(other[CO_EXPRESSION], found)
+    other = replace(held, profiles=replace(profiles, expression=changed.tocsr()))
+    np.testing.assert_array_equal(other.features[CO_EXPRESSION], found)
 
 
 def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with_the_mean(
@@ -187,9 +180,9 @@ def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with
     lines = [(symbols[0], 1, 0), (ids[1], 0, 1), ("ENSG00000141510", 4, 4), ("TP63", 2, 3), (symbols[2], 5, 6)]
     table.write_text("gene\ta\tb\n" + "".join("\t".join(map(str, line)) + "\n" for line in lines))
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
-    profiles = read_profiles(context, ("batch",))
-    units = find_units(context, profiles, "perturbation", 4)
-    vectors = dict(zip(units.perturbation, features_of_units(context, config, profiles, units)["prior string"]))
+    held = HeldOut.of(context, config, "perturbation")
+    assert held is not None
+    vectors = dict(zip(held.units.perturbation, held.features["prior string"]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     assert vectors["TP53"].tolist() == [4, 4]  # found by the id of its gene, which the vocabulary lacks
     assert vectors["TP63 + " + symbols[1]].tolist() == [1, 2]  # the mean of its genes

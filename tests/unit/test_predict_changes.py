@@ -18,17 +18,10 @@ from scipy.stats import false_discovery_control, mannwhitneyu
 
 from cellmill.config.options import EvaluateOptions
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.genes.names import perturbed_genes
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, named_supervised
-from cellmill.evaluate.tasks.changes import (
-    features_of_units,
-    find_units,
-    folds_of,
-    genes_of,
-    predictions,
-    read_profiles,
-    strata_of,
-)
+from cellmill.evaluate.tasks.changes import HeldOut
 from cellmill.evaluate.tasks.perturbation import METRICS, Perturbation, change_scores, write_changes
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import make_context, make_evaluated, with_obs
@@ -106,10 +99,10 @@ def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any,
     assert "embedding, supervised by guide + response head" in rows
     assert found.kinds == {name: row["kind"] for name, row in rows.items()}
     seen, given = measured_and_given(found)
-    genes = genes_of(context, np.array(found.perturbations))
+    genes = perturbed_genes(found.perturbations, context.model.vocabulary)
     perturbed = np.zeros(seen.shape, bool)
-    for unit, of_unit in enumerate(genes):
-        symbols = [context.model.vocabulary.symbols[row] for row in of_unit]
+    for unit, name in enumerate(found.perturbations):
+        symbols = [context.model.vocabulary.symbols[row] for row in genes[name]]
         perturbed[unit] = found.start.var_names.isin(symbols)
     for name, row in rows.items():
         change = np.round(found.profiles(name) - given, 5)  # no change is 0, of which no Pearson is defined
@@ -124,7 +117,9 @@ def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any,
 def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     stored, names = ad.read_h5ad(path), context.reader.obs.index
-    profiles = read_profiles(context, strata_of("perturbation"))
+    held = HeldOut.of(context, CONFIG, "perturbation")
+    assert held is not None
+    profiles = held.profiles
     place = names.get_indexer(stored.obs_names)
     assert (np.diff(place) > 0).all()
     np.testing.assert_array_equal(stored.X.toarray(), profiles.expression[place].toarray())
@@ -144,9 +139,10 @@ def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(ce
 
 def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context, Any, Path]) -> None:
     context, found, _ = cells
-    profiles = read_profiles(context, strata_of("perturbation"))
-    units = find_units(context, profiles, "perturbation", CONFIG.min_cells)
-    for fold in folds_of(context, CONFIG, units, "perturbation"):
+    held = HeldOut.of(context, CONFIG, "perturbation")
+    assert held is not None
+    profiles, units = held.profiles, held.units
+    for fold in held.folds():
         if fold[0]:
             continue
         changed = profiles.expression.tolil()
@@ -155,9 +151,8 @@ def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context
         other = replace(profiles, expression=changed.tocsr())
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
-        elsewhere = replace(context, vectors=blind)
-        features = features_of_units(elsewhere, CONFIG, other, units)
-        _, test, predicted = next(predictions(elsewhere, other, units, [fold], "perturbation", features, 5))
+        elsewhere = replace(held, context=replace(context, vectors=blind), profiles=other)
+        _, test, predicted = next(elsewhere.predictions([fold]))
         rows = [found.perturbations.index(name) for name in units.perturbation[test]]
         for values, name in zip(predicted.values(), found.changes, strict=True):
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)

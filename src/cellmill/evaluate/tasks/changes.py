@@ -14,9 +14,11 @@ expected logarithm is not the logarithm of an expectation.
 Legend: U units, G genes, F features of a unit, C controls.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -79,7 +81,7 @@ class Profiles:
         return divide(shares, shares.sum(1, keepdims=True))
 
 
-def read_profiles(context: Context, roles: Sequence[str]) -> Profiles:
+def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset has them."""
     reader, genes, target = context.reader, context.measured_genes, context.columns.target
     target = np.where(target >= 0, np.searchsorted(genes, target), -1).astype(np.int32)
@@ -257,11 +259,6 @@ class Units:
         return len(self.group)
 
 
-def strata_of(held_out: str) -> tuple[str, ...]:
-    """Roles whose values have controls of their own where `held_out` is left out."""
-    return STRATA if held_out in (*STRATA, "perturbation") else (*STRATA, held_out)
-
-
 def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
     """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
     text = profiles.perturbation
@@ -284,51 +281,104 @@ def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: i
     return Units(unit, text[first[kept]], values[first[kept]], unseen[kept], left_out)
 
 
-def folds_of(context: Context, config: PerturbationConfig, units: Units, held_out: str) -> Iterator[Fold]:
-    """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
-    groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
-    every = np.arange(len(units))
-    if len(groups) < 2 or not len(unseen):
-        return
-    if len(unseen) < len(groups):
-        yield 0, every[~units.unseen], every[units.unseen]
-    elif held_out == "perturbation":
-        for repetition in range(config.seeds):
-            n, seed = min(context.options.folds, len(groups)), context.options.seed + repetition
-            for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
-                tested = np.isin(units.group, groups[test])
-                yield repetition, every[~tested], every[tested]
-    else:
-        for train, test in GroupKFold(min(len(groups), config.most_folds)).split(every, groups=units.group):
-            yield 0, train, test
-
-
 CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
 
 
-def features_of_units(
-    context: Context, config: PerturbationConfig, profiles: Profiles, units: Units
-) -> dict[str, np.ndarray]:
-    """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit without a vector.
+@dataclass(frozen=True)
+class HeldOut:
+    """Units of a role whose values are held out whole, and what predicts their changes."""
 
-    Sources are the model, co-expression, and the files of `config.priors`, which may have vectors of genes that the
-    dataset did not measure. Raises DataError for a file that cannot be used.
-    """
-    vocabulary, genes = context.model.vocabulary, genes_of(context, units.perturbation)
-    measured = _co_expression(profiles)
-    co_expression = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
-    co_expression[profiles.genes] = measured
-    by_gene = gene_features(context.model) | {CO_EXPRESSION: co_expression}
-    features = {name: features_of(genes, values) for name, values in by_gene.items()}
-    parts = [[part.strip() for part in name.split(SEPARATOR)] for name in units.perturbation]
-    named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
-    known = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
-    for name, path in config.priors.items():
-        vectors = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
-        row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
-        of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
-        features[PRIOR + name] = features_of(of_units, vectors)
-    return features
+    context: Context
+    config: PerturbationConfig
+    role: str
+    profiles: Profiles
+    units: Units
+
+    @classmethod
+    def of(cls, context: Context, config: PerturbationConfig, role: str) -> Self | None:
+        """None where no stratum has enough controls."""
+        profiles = read_profiles(context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])]))
+        if profiles.stratum.max() < 0:
+            return None
+        return cls(context, config, role, profiles, find_units(context, profiles, role, config.min_cells))
+
+    def folds(self) -> Iterator[Fold]:
+        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
+        units, options = self.units, self.context.options
+        groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
+        every = np.arange(len(units))
+        if len(groups) < 2 or not len(unseen):
+            return
+        if len(unseen) < len(groups):
+            yield 0, every[~units.unseen], every[units.unseen]
+        elif self.role == "perturbation":
+            for repetition in range(self.config.seeds):
+                n, seed = min(options.folds, len(groups)), options.seed + repetition
+                for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
+                    tested = np.isin(units.group, groups[test])
+                    yield repetition, every[~tested], every[tested]
+        else:
+            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=units.group):
+                yield 0, train, test
+
+    @cached_property
+    def scored(self) -> np.ndarray:
+        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
+        return np.where(self.context.scored, self.units.of_cell, -1)
+
+    @cached_property
+    def genes(self) -> list[list[int]]:
+        """Rows of the vocabulary of each unit's perturbed genes."""
+        rows = perturbed_genes(sorted(set(self.units.perturbation)), self.context.model.vocabulary)
+        return [rows[name] for name in self.units.perturbation]
+
+    @cached_property
+    def start(self) -> np.ndarray:
+        """(strata, G) float64: mean of the controls that predictions start from."""
+        return self.profiles.control_means(0)
+
+    @cached_property
+    def known(self) -> np.ndarray:
+        """(U, G) float64: changes from these controls, which predictions are fitted on."""
+        return self.profiles.changes(self.units.of_cell, len(self.units), self.start)
+
+    @cached_property
+    def features(self) -> dict[str, np.ndarray]:
+        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit without a vector.
+
+        Sources are the model, co-expression, and the files of `config.priors`, which may have vectors of genes that the
+        dataset did not measure. Raises DataError for a file that cannot be used.
+        """
+        vocabulary = self.context.model.vocabulary
+        measured = _co_expression(self.profiles)
+        co_expression = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
+        co_expression[self.profiles.genes] = measured
+        by_gene = gene_features(self.context.model) | {CO_EXPRESSION: co_expression}
+        features = {name: features_of(self.genes, values) for name, values in by_gene.items()}
+        parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.units.perturbation]
+        named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
+        known = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
+        for name, path in self.config.priors.items():
+            vectors = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
+            row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
+            of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
+            features[PRIOR + name] = features_of(of_units, vectors)
+        return features
+
+    def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
+        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
+        profiles, units = self.profiles, self.units
+        states = profiles.controls_of(units.of_cell, len(units), self.start)
+        shares = np.nan_to_num(profiles.strata_of(self.scored, len(units)))
+        responses = predicted_changes(self.context, profiles, shares, units.perturbation.tolist(), self.genes)
+        for repetition, train, test in folds:
+            if self.role == "perturbation":
+                predicted = of_new_perturbations(self.known, train, test, self.features, self.config.neighbors)
+            else:
+                predicted = of_new_contexts(self.known, train, test, units.perturbation, states)
+            if responses is not None:
+                predicted[RESPONSE] = responses[test]
+            yield repetition, test, predicted
 
 
 def _co_expression(profiles: Profiles) -> np.ndarray:
@@ -340,43 +390,3 @@ def _co_expression(profiles: Profiles) -> np.ndarray:
     spread = expression_statistics(controls)[:, 1]
     standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
     return loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
-
-
-def predictions(
-    context: Context,
-    profiles: Profiles,
-    units: Units,
-    folds: list[Fold],
-    held_out: str,
-    features: Mapping[str, np.ndarray],
-    neighbors: int,
-) -> Iterator[tuple[int, np.ndarray, Prediction]]:
-    """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold.
-
-    `features` (`features_of_units`) and `neighbors` are of new perturbations alone.
-    """
-    given = profiles.control_means(0)
-    known = profiles.changes(units.of_cell, len(units), given)
-    genes = genes_of(context, units.perturbation)
-    states = profiles.controls_of(units.of_cell, len(units), given)
-    shares = np.nan_to_num(profiles.strata_of(scored_units(context, units), len(units)))
-    responses = predicted_changes(context, profiles, shares, units.perturbation.tolist(), genes)
-    for repetition, train, test in folds:
-        if held_out == "perturbation":
-            predicted = of_new_perturbations(known, train, test, features, neighbors)
-        else:
-            predicted = of_new_contexts(known, train, test, units.perturbation, states)
-        if responses is not None:
-            predicted[RESPONSE] = responses[test]
-        yield repetition, test, predicted
-
-
-def scored_units(context: Context, units: Units) -> np.ndarray:
-    """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
-    return np.where(context.scored, units.of_cell, -1)
-
-
-def genes_of(context: Context, perturbation: np.ndarray) -> list[list[int]]:
-    """Rows of the vocabulary of each unit's perturbed genes."""
-    rows = perturbed_genes(sorted(set(perturbation)), context.model.vocabulary)
-    return [rows[name] for name in perturbation]

@@ -46,23 +46,7 @@ from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import ScoreColumn, difference, differences, divide, is_own, kind_of, table_rows
 from cellmill.evaluate.task import Context, Task, TaskResult, supervised_name
-from cellmill.evaluate.tasks.changes import (
-    CO_EXPRESSION,
-    PRIOR,
-    Fold,
-    Profiles,
-    Units,
-    controlled_role,
-    features_of_units,
-    find_units,
-    folds_of,
-    genes_of,
-    predictions,
-    read_profiles,
-    scored_units,
-    strata_of,
-    without_changes,
-)
+from cellmill.evaluate.tasks.changes import CO_EXPRESSION, PRIOR, Fold, HeldOut, controlled_role, without_changes
 from cellmill.evaluate.tasks.grn import correlations
 from cellmill.runs.verdict import sentence
 
@@ -112,11 +96,10 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
     """Write the file of stage predict_changes and return its content. Raises DataError if nothing can be held out."""
     if (reason := without_changes(context)) is not None:
         raise DataError(f"{context.dataset}: {reason}; name them in the table of datasets")
-    profiles = read_profiles(context, strata_of(HELD_OUT))
-    if profiles.stratum.max() < 0:
+    held = HeldOut.of(context, config, HELD_OUT)
+    if held is None:
         raise DataError(f"{context.dataset}: no batch or donor has enough controls")
-    units = find_units(context, profiles, HELD_OUT, config.min_cells)
-    folds = [fold for fold in folds_of(context, config, units, HELD_OUT) if fold[0] == 0]
+    profiles, units, folds = held.profiles, held.units, [fold for fold in held.folds() if fold[0] == 0]
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
@@ -125,15 +108,14 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
         )
     tested = np.sort(np.concatenate([test for _, _, test in folds]))
     changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
-    features = features_of_units(context, config, profiles, units)
-    for _, test, predicted in predictions(context, profiles, units, folds, HELD_OUT, features, config.neighbors):
+    for _, test, predicted in held.predictions(folds):
         for method, values in predicted.items():
             name = supervised_name(method, context.supervised) if is_own(method) else method
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
     position = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
     position[tested] = np.arange(len(tested))
-    unit = position[scored_units(context, units)]
+    unit = position[held.scored]
     doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
     names = [" | ".join(filter(None, (str(units.perturbation[of]), doses[of]))) for of in tested.tolist()]
     group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
@@ -184,20 +166,13 @@ class Perturbation(Task):
         for held_out in self.config.held_out:
             if held_out != "perturbation" and (held_out not in context.roles or held_out == controlled_role(context)):
                 continue
-            profiles = read_profiles(context, strata_of(held_out))
-            if profiles.stratum.max() < 0:
+            held = HeldOut.of(context, self.config, held_out)
+            if held is None:
                 continue
-            units = find_units(context, profiles, held_out, self.config.min_cells)
-            folds = list(folds_of(context, self.config, units, held_out))
-            features = {}
-            if held_out == "perturbation":
-                features = features_of_units(context, self.config, profiles, units)
-            numbers |= self._numbers(context, held_out, units, folds)
-            for name in (CO_EXPRESSION, *(PRIOR + prior for prior in self.config.priors)) if features else ():
-                n = np.unique(units.perturbation[np.isfinite(features[name]).all(1)]).size
-                numbers[f"perturbation_perturbations_with_{name}"] = n
+            folds = list(held.folds())
+            numbers |= self._numbers(held, folds)
             if folds:
-                scores = self._scores(context, profiles, units, folds, held_out, features)
+                scores = self._scores(held, folds)
                 for metric, words in METRICS.items():
                     defined = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
                     tops = {name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined}
@@ -225,46 +200,41 @@ class Perturbation(Task):
             notes += [sentence(column.compare(name, "mean")) for name in best]
         return TaskResult.from_columns(columns, numbers, judged, rows=rows, differences=compared, notes=notes)
 
-    def _numbers(self, context: Context, held_out: str, units: Units, folds: list[Fold]) -> dict[str, Any]:
+    def _numbers(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
+        role, units = held.role, held.units
         tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
-        genes, groups = dict(zip(units.perturbation, genes_of(context, units.perturbation))), np.unique(units.group)
+        genes, groups = dict(zip(units.perturbation, held.genes)), np.unique(units.group)
         numbers: dict[str, Any] = {
-            f"{held_out}_perturbations_tested": len(np.unique(units.perturbation[tested])),
-            f"{held_out}_perturbations_with_a_gene": sum(map(bool, genes.values())),
-            f"{held_out}_groups": len(groups),
-            f"{held_out}_folds": len(folds),
-            f"{held_out}_left_out": ", ".join(units.left_out) or "none",
+            f"{role}_perturbations_tested": len(np.unique(units.perturbation[tested])),
+            f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
+            f"{role}_groups": len(groups),
+            f"{role}_folds": len(folds),
+            f"{role}_left_out": ", ".join(units.left_out) or "none",
         }
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
             reason = seen if not units.unseen.any() and len(units) else few
-            numbers[f"{held_out}_no_folds"] = f"held out {held_out}: {reason}"
+            numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
+        if role == "perturbation":
+            for name in (CO_EXPRESSION, *(PRIOR + prior for prior in self.config.priors)):
+                n = np.unique(units.perturbation[np.isfinite(held.features[name]).all(1)]).size
+                numbers[f"perturbation_perturbations_with_{name}"] = n
         return numbers
 
-    def _scores(
-        self,
-        context: Context,
-        profiles: Profiles,
-        units: Units,
-        folds: list[Fold],
-        held_out: str,
-        features: Mapping[str, np.ndarray],
-    ) -> dict[str, dict[str, np.ndarray]]:
+    def _scores(self, held: HeldOut, folds: list[Fold]) -> dict[str, dict[str, np.ndarray]]:
         """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
-        given, measured = profiles.control_means(0), profiles.control_means(1)
-        scored = scored_units(context, units)
-        seen, known = profiles.changes(scored, len(units), measured), profiles.changes(units.of_cell, len(units), given)
-        genes = genes_of(context, units.perturbation)
-        perturbed = np.stack([np.isin(profiles.genes, rows) for rows in genes])
+        profiles, units, known = held.profiles, held.units, held.known
+        measured = profiles.control_means(1)
+        seen = profiles.changes(held.scored, len(units), measured)
+        perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
         shape = 1 + max(repetition for repetition, _, _ in folds), len(units)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        every_fold = predictions(context, profiles, units, folds, held_out, features, self.config.neighbors)
-        for (_, train, _), (repetition, test, predicted) in zip(folds, every_fold):
-            halves = _halves(scored, units, profiles, (given, measured), context.options.seed + repetition)
+        for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
+            halves = _halves(held, measured, held.context.options.seed + repetition)
             pairs = {name: (change, seen[test]) for name, change in predicted.items()}
             pairs[CEILING] = halves[0][test], halves[1][test]
-            if held_out == "perturbation":
+            if held.role == "perturbation":
                 similar = correlations(halves[0][test].T, known[train].T)
                 pairs[BEST_OTHER] = known[train[similar.argmax(1)]], halves[1][test]
             for name, (change, truth) in pairs.items():
@@ -279,12 +249,10 @@ class Perturbation(Task):
         return scores
 
 
-def _halves(
-    scored: np.ndarray, units: Units, profiles: Profiles, controls: tuple[np.ndarray, np.ndarray], seed: int
-) -> list[np.ndarray]:
+def _halves(held: HeldOut, measured: np.ndarray, seed: int) -> list[np.ndarray]:
     """Changes of two halves of each unit's scored cells, each from its own half of the controls."""
-    generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
+    scored, generator = held.scored, np.random.Generator(np.random.Philox(key=[seed, 5]))
     order = generator.permutation(len(scored))
     position = np.argsort(order[np.argsort(scored[order], kind="stable")])
     parts = [np.where(position % 2 == half, scored, -1) for half in (0, 1)]
-    return [profiles.changes(part, len(units), mean) for part, mean in zip(parts, controls)]
+    return [held.profiles.changes(part, len(held.units), mean) for part, mean in zip(parts, (held.start, measured))]
