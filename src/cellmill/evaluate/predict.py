@@ -53,9 +53,8 @@ class Calibration:
     accuracy: float
     calibration_error: float
     calibration_error_uncalibrated: float  # with temperature 1
-    accuracy_above: list[
-        float | None
-    ]  # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
+    # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
+    accuracy_above: list[float | None]
     labelled_above: list[float]  # share of these cells
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from cellmill.config.parallel import Style
 from cellmill.config.parts.methods import LoraConfig
 from cellmill.errors import ConfigError, did_you_mean
-from cellmill.finetune.method import Depth, Method
+from cellmill.finetune.method import Method
 from cellmill.models.blocks import is_linear, is_transposed
 from cellmill.models.family import Model
 from cellmill.models.initial import with_std
@@ -55,11 +55,10 @@ class AdaptedLinear(nn.Module):
 
 class Lora(Method):
     config: LoraConfig
-    depth: Depth
     paths: list[str]  # of the adapted layers, in the whole model
 
     def transform(self, model: Model) -> None:
-        self.depth = Depth.of(model)
+        super().transform(model)
         blocks = model.get_submodule(model.plan.blocks)
         layers = self._layers(blocks)
         self.paths = [f"{model.plan.blocks}.{i}.{layer}" for i, _ in blocks.named_children() for layer in layers]

@@ -30,11 +30,14 @@ from cellmill.parallel.materialize import plain_name
 class Method:
     """Base of every fine-tuning method, with its `MethodConfig`. `transform` is called first, with a whole model."""
 
+    depth: "Depth"
+
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def transform(self, model: Model) -> None:
         """Change the whole model, on the meta device, before it is laid out: replace modules, rewrite `model.plan`."""
+        self.depth = Depth.of(model)
 
     def trains(self, name: str) -> bool:
         """Return whether the parameter with this plain name trains."""
@@ -142,17 +145,7 @@ def rates_line(rates: Mapping[str, GroupRate], lr: float, step: int) -> dict[str
     return {f"lr_{label}": lr * rate.scale * (step >= rate.first_step) for label, rate in rates.items()}
 
 
-class DepthMethod(Method):
-    """Base of methods that change no module, and read the depth of parameters."""
-
-    depth: Depth
-
-    def transform(self, model: Model) -> None:
-        """Change nothing: only look at the model."""
-        self.depth = Depth.of(model)
-
-
-class Full(DepthMethod):
+class Full(Method):
     config: FullConfig
 
     def group(self, name: str) -> dict[str, float]:
@@ -165,7 +158,7 @@ class Full(DepthMethod):
         return 0 if self.depth.is_head(name) else self.config.head_steps + self.config.block_steps * below
 
 
-class Partial(DepthMethod):
+class Partial(Method):
     config: PartialConfig
 
     def trains(self, name: str) -> bool:
@@ -176,6 +169,6 @@ class Partial(DepthMethod):
         return {} if self.depth.is_head(name) else {"lr_scale": self.config.trunk_lr_frac}
 
 
-class HeadOnly(DepthMethod):
+class HeadOnly(Method):
     def trains(self, name: str) -> bool:
         return self.depth.is_head(name)

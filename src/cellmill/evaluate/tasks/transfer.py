@@ -61,7 +61,6 @@ FEWEST_JUDGED = 10  # tested cells of a column with intervals and verdicts: thos
 class CellGroup:
     """Labelled cells of one dataset."""
 
-    path: str
     column: str  # obs column of the labels
     context: Context  # of the dataset; its file may be closed
     names: list[str]  # of each gene: as the model calls it, else as the file does; empty for no gene
@@ -78,7 +77,6 @@ class CellGroup:
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
         columns = context.columns
         return cls(
-            path=str(reader.path),
             column=str(label.name),
             context=context,
             names=[
@@ -104,18 +102,15 @@ class CellGroup:
         counts = summed(self.counts) if self.context.columns.ordered else self.counts
         return select_columns(counts, target, len(genes))
 
-    def hiding(self, genes: np.ndarray) -> HiddenGenes:
-        """The cells without `genes`, rows of the vocabulary."""
-        return HiddenGenes(self.context, self.counts, genes)
-
 
 def shared_genes(groups: list[CellGroup]) -> list[str]:
     """Genes that all groups have, sorted: the order of columns in the files does not matter."""
     shared = sorted(set.intersection(*({*group.names} - {""} for group in groups)))
     if not shared:
+        *others, path = [str(group.context.reader.path) for group in groups]
         raise DataError(
-            f"{groups[-1].path}: no gene in common with {', '.join(group.path for group in groups[:-1])}: its first is "
-            f"{groups[-1].names[0]!r}, theirs {groups[0].names[0]!r}; take one of them out of evaluate.tasks.transfer"
+            f"{path}: no gene in common with {', '.join(others)}: its first is {groups[-1].names[0]!r}, theirs "
+            f"{groups[0].names[0]!r}; take one of them out of evaluate.tasks.transfer"
         )
     return shared
 
@@ -142,7 +137,7 @@ def transfer_features(
     hidden = np.setdiff1d(np.arange(model.vocabulary.n_genes), rows)
 
     def embedded(network: Model) -> tuple[np.ndarray, np.ndarray]:
-        parts = [group.hiding(hidden).embedded(network) for group in (*fitted, tested)]
+        parts = [HiddenGenes(group.context, group.counts, hidden).embedded(network) for group in (*fitted, tested)]
         return np.concatenate(parts[:-1]), parts[-1]
 
     whole = np.concatenate([group.embedding for group in fitted]), tested.embedding
@@ -245,8 +240,9 @@ def _are_ids(groups: list[CellGroup]) -> bool:
         for name in np.unique(group.labels):
             if name not in cell_ontology():
                 raise DataError(
-                    f"{group.path}: obs column {group.column!r} has {str(name)!r}, no term of the Cell Ontology of "
-                    f"{RELEASE}; correct it, leave it empty, or set evaluate.tasks.transfer.ontology to false"
+                    f"{group.context.reader.path}: obs column {group.column!r} has {str(name)!r}, no term of the Cell "
+                    f"Ontology of {RELEASE}; correct it, leave it empty, or set evaluate.tasks.transfer.ontology to "
+                    "false"
                 )
     return True
 
