@@ -219,10 +219,9 @@ def test_training_time_is_the_sum_of_steps_at_the_rates_of_the_curve(tmp_path: P
     assert training_seconds(tmp_path) == pytest.approx((2 + 9 + 5) * 48 / 64)
 
 
-def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert visible_gpus() == 0
 
 

@@ -280,9 +280,7 @@ def test_squeue_that_forgets_jobs_too_soon_is_named(cluster: Callable[..., None]
     assert reason in text
 
 
-CONTENTS = (
-    "gpu: 2 nodes with 8 x h100, 1 node with 4 x a100, at most 4 in a job"
-)  # fmt: skip
+CONTENTS = "gpu: 2 nodes with 8 x h100, 1 node with 4 x a100, at most 4 in a job"
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from cellmill.parallel.torch_private import (
 )
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
-"""Operations without a formula of their own in torch's registry."""
+IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # without a formula of its own in torch's registry
 
 
 @dataclass

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -76,11 +76,8 @@ def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memo
 
 def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
     """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
-
-    def is_too_large(tokens: int) -> bool:
-        return memory_needed(options, cells, hardware, tokens).total > hardware.usable_bytes
-
-    return bisect_left(range(1, MAX_TOKENS + 1), True, key=is_too_large)
+    sizes, limit = range(1, MAX_TOKENS + 1), hardware.usable_bytes
+    return bisect_right(sizes, limit, key=lambda tokens: memory_needed(options, cells, hardware, tokens).total)
 
 
 def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:

@@ -27,7 +27,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.rendezvous import node_name
 from cellmill.launch.signals import die_with_parent
-from cellmill.preflight.nodes import ALLREDUCE, HEAD, node_file
+from cellmill.preflight.nodes import ALLREDUCE, HEAD
 from cellmill.train.staging import driver_version
 
 CONNECT_WITHIN_S = 120
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     node, nodes = rank // local_world, world // local_world
     if local_rank == 0:
-        write_json(folder / node_file(node), facts(folder, node))
+        write_json(folder / f"node-{node:03}.json", facts(folder, node))
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
     store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:

@@ -200,10 +200,6 @@ SAVE_WITHIN_S = 30
 SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
-def node_file(node: int) -> str:
-    return f"node-{node:03}.json"
-
-
 class NodeCheck:
     """The job of a preflight, and this machine's side of the shared folder: its time every second, and when it first
     saw each report."""

@@ -24,15 +24,10 @@ def hub_card(model: Path, licence: str) -> str:
     if not (folder / "train" / "run.json").is_file():
         return card
     run = read_run(folder)
-    corpus = corpus_of(run.record or {})
+    data = Path((run.record or {})["manifest"]).parent.parent
+    corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
     parts = [card.rstrip("\n"), *([] if corpus is None else _data(corpus)), *_results(run), *_rerun(run, corpus)]
     return "\n".join(parts) + "\n"
-
-
-def corpus_of(record: dict[str, Any]) -> ReportedCorpus | None:
-    """The corpus that a run was trained on; None if its folder is gone."""
-    folder = Path(record["manifest"]).parent.parent
-    return read_corpus(folder) if (folder / "cells").is_dir() else None
 
 
 def _data(corpus: ReportedCorpus) -> list[str]:

@@ -31,9 +31,11 @@ class MlflowTracker:
             self._files = str(Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        name = self._experiment_id()
-        runs = self._client.search_runs([name], f"tags.`{TAG}` = '{config['id']}'")
-        run = runs[0] if runs else self._new(name, config)
+        with suppress(MlflowException):  # it exists, or another run makes it at this moment
+            self._client.create_experiment(self._experiment, self._files)
+        experiment = str(self._client.get_experiment_by_name(self._experiment).experiment_id)
+        runs = self._client.search_runs([experiment], f"tags.`{TAG}` = '{config['id']}'")
+        run = runs[0] if runs else self._new(experiment, config)
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
 
@@ -48,11 +50,6 @@ class MlflowTracker:
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, STATUS[status])
-
-    def _experiment_id(self) -> str:
-        with suppress(MlflowException):  # it exists, or another run makes it at this moment
-            return str(self._client.create_experiment(self._experiment, self._files))
-        return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
 
     def _new(self, experiment: str, config: dict[str, Any]) -> Run:
         tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | digests(config)
