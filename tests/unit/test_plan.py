@@ -17,7 +17,7 @@ from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.models.build import ModelSpec, build
+from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import Hardware, amount
 from cellmill.planner.search import Suggestions, hardware_of, memory_needed, sections, suggest, table
 from cellmill.planner.search import remedy as remedy_of
@@ -127,21 +127,14 @@ def test_micro_batches_are_near_those_of_the_stream(corpus: Manifest, tmp_path: 
     assert planned == pytest.approx(np.mean(counts), rel=0.1)
 
 
-def test_parameters_equal_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
-    options = _options()
-    model = build(ModelSpec.of(options, 40))
-    planned = _plan(corpus, tmp_path)
-    assert planned["parameters"] == sum(p.numel() for p in model.parameters())
-    assert planned["memory"]["total_bytes"] == sum(planned["memory"]["parts_bytes"].values())
-    assert planned["memory"]["parts_bytes"]["optimizer"] == 8 * planned["parameters"]
-
-
-def test_flops_are_counted_with_the_lengths_of_the_cells(corpus: Manifest, tmp_path: Path) -> None:
+def test_parameters_and_flops_are_those_of_the_model_and_its_cells(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
     size = measure(ModelSpec.of(options, 40))
     per_cell = size.flops.of(lengths.mean(), (lengths**2).mean(), 1)
     planned = _plan(corpus, tmp_path, device="h100", nproc=4)
+    assert planned["parameters"] == size.parameters
+    assert planned["memory"]["total_bytes"] == sum(planned["memory"]["parts_bytes"].values())
     assert planned["flops_per_step"] == pytest.approx(32 * per_cell)
     assert planned["step"]["compute_s"] == pytest.approx(32 / 4 * per_cell / (67e12 * 0.35))
     assert planned["hours"] == pytest.approx(planned["gpu_hours"] / 4)

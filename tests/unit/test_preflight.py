@@ -24,7 +24,7 @@ from cellmill.launch.submit import End
 from cellmill.preflight.node_probe import bus_gb_per_s, busiest
 from cellmill.preflight.nodes import judge_allreduce, judge_end, judge_nodes
 from cellmill.runs.lock import locked
-from tests.unit.test_trackers import processes
+from tests.distributed.command import pids_with, wait_for
 
 CONFIG = """
 corpora: {sim: {table: datasets.tsv}}
@@ -199,18 +199,13 @@ def test_processes_that_cannot_connect_are_no_go_with_their_error(project: Path)
 def test_an_interrupt_ends_every_process_and_has_its_own_exit_code(project: Path) -> None:
     process = run_here("--profile", write_profile(nproc_per_node=2))
     head = Path("results/preflight/one/jobs/001/head.json")
-    give_up = time.monotonic() + 300
-    while not head.exists() and time.monotonic() < give_up:
-        time.sleep(0.05)
+    wait_for(head.exists)
     time.sleep(0.5)  # its agents are being started
     process.send_signal(signal.SIGINT)
     printed, complaints = process.communicate(timeout=500)
     assert process.returncode == 130, printed + complaints
     assert complaints.splitlines()[-1] == "cellmill preflight: interrupted"
-    give_up = time.monotonic() + 100
-    while (left := processes("cellmill.preflight.node_probe", str(project))) and time.monotonic() < give_up:
-        time.sleep(0.1)
-    assert not left
+    wait_for(lambda: not pids_with("cellmill.preflight.node_probe", str(project)))
 
 
 def test_the_preflight_command_imports_no_torch() -> None:

@@ -4,10 +4,9 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from reported import make_corpus, make_run
 
 from cellmill.config.options import ReportOptions
 from cellmill.stages import report
+from tests.distributed.command import wait_for
 
 pytestmark = [
     pytest.mark.full,
@@ -84,14 +84,6 @@ def started(port: int, profile: Path) -> Browser | None:
         pytest.fail(error.read().decode())
     except OSError:
         return None
-
-
-def wait_for(look: Callable[[], Any], seconds: float = 100) -> Any:
-    end = time.monotonic() + seconds
-    while not (seen := look()):
-        assert time.monotonic() < end, seen
-        time.sleep(0.1)
-    return seen
 
 
 @pytest.fixture(scope="module")

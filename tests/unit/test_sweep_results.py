@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reported import write
 
 from cellmill.cli import main
 from cellmill.report.sweep import Law, curves, fit_law
@@ -33,8 +34,7 @@ def write_runs(folder: Path) -> None:
             "evaluate/metrics.json": {"datasets": {"pbmc": cells | {"tasks": tasks}}},
         }
         for path, content in files.items():
-            (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name / path).write_text(json.dumps(content))
+            write(folder / name / path, content)
 
 
 def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> None:

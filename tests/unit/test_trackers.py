@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from cellmill.cli import main
@@ -21,6 +20,7 @@ from cellmill.runs.identity import changed_keys, identity
 from cellmill.runs.progress import cut_back
 from cellmill.track.follow import followed
 from cellmill.track.tracker import ConsoleTracker, JsonlTracker
+from tests.distributed.command import pids_with, wait_for
 from tests.unit.tracked import calls, install, lines, tracked_run
 
 
@@ -47,18 +47,9 @@ def options(train: Path, **names: dict[str, Any]) -> Track:
     return Track.model_validate(tree)
 
 
-def processes(*words: str) -> list[str]:
-    """Command lines of this machine's processes that have all these words."""
-    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    return [command for command in commands if all(word in command for word in words)]
-
-
-def wait_for(path: Path, n: int) -> None:
+def wait_for_calls(path: Path, n: int) -> None:
     """Wait until a toy has been called `n` times."""
-    deadline = time.monotonic() + 200
-    while len(calls(path)) < n:
-        assert time.monotonic() < deadline, calls(path)
-        time.sleep(0.05)
+    wait_for(lambda: len(calls(path)) >= n, lambda: str(calls(path)))
 
 
 def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(train: Path, capfd: Any) -> None:
@@ -70,7 +61,7 @@ def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
         with followed(train, track):
             append(train, 1, 2, resident_gb=[1, 4, 2], skipped="no number")
             append(train, 2, 3)
-            wait_for(seen, 5)  # start and four lines, while it trains
+            wait_for_calls(seen, 5)  # start and four lines, while it trains
             checkpoint.mkdir(parents=True)
             (checkpoint / "manifest.json").write_text("{}")
             raise Stopped("")
@@ -110,9 +101,9 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
     track = options(train, tracker_a={}, observer_a={"does": "raise"}, **{n: {"does": d} for n, d in kinds.items()})
     with followed(train, track, finish_s=3.0):
         append(train, *range(1, 21))
-        wait_for(train / "tracker_a.calls", 21)
+        wait_for_calls(train / "tracker_a.calls", 21)
         for name in (*kinds, "observer_a"):
-            wait_for(train / f"{name}.calls", 1)
+            wait_for_calls(train / f"{name}.calls", 1)
         began = time.monotonic()
     assert time.monotonic() - began < 60, "a tracker that hangs holds the training"
     assert ["finish", "done"] in calls(train / "tracker_a.calls")
@@ -152,10 +143,7 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
             os._exit(9)
     os.waitpid(pid, 0)
     append(train, 3)
-    deadline = time.monotonic() + 200
-    while (left := processes("cellmill.track.follow", str(train))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    wait_for(lambda: not pids_with("cellmill.track.follow", str(train)))
     with followed(train, track, finish_s=1.0):
         pass
     assert [call[1] for call in calls(train / "tracker_a.calls") if call[0] == "log"] == [1, 2, 3]
