@@ -42,7 +42,6 @@ KINDS = [
     ("continuous", "cell_decoding"),
 ]
 RECOMPUTED = [None, "full", "selective"]
-every_kind = pytest.mark.parametrize(("tokenizer", "objective"), KINDS)
 
 
 class PartlyFrozen(EncoderModel):

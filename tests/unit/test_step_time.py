@@ -61,7 +61,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
             in_order[number, rank] = np.concatenate([np.diff(batch.cu_seqlens) for batch in step])
         stream.close()
     # of the cells in the order of the stream exactly its own, of those in the order of the shards an estimate
-    counted = count_micro_batches(in_order.ravel(), 100, budget, 2, least, 2, tp)
+    counted = count_micro_batches(Cells(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp)
     assert counted[2] == pytest.approx(padded / in_order.sum() - 1)
     cells = Cells(np.minimum(detected, 60), manifest.n_genes)
     work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))

@@ -129,26 +129,21 @@ def step_time(
         sum(s.flops(tokens, pairs, cells) + again * s.blocks * block_flops for s in model.stages(rank)) / flops_per_s
         for rank in range(model.layout.pp)
     )
-    communication_s = _exposed(model, traffic, network, compute_s, micro_batches)
-    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
-    return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
-
-
-def _exposed(
-    model: PlannedModel, traffic: Sequence[Traffic], network: Network, compute_s: float, micro_batches: float
-) -> float:
-    others = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
+    communication_s = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
     gathered, reduced = (
         sum(network.seconds(part) for part in data if (part.kind == "all-gather") == gathers)
         for gathers in (True, False)
     )
     if model.layout.pp > 1:
-        return others + gathered + reduced
-    # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
-    first_and_last = (gathered / micro_batches + reduced) / (model.size.blocks + 1)
-    last_backward = BACKWARD_FRAC * compute_s / micro_batches
-    return others + max(first_and_last, gathered + reduced - compute_s, reduced - last_backward)
+        communication_s = communication_s + gathered + reduced
+    else:
+        # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
+        first_and_last = (gathered / micro_batches + reduced) / (model.size.blocks + 1)
+        last_backward = BACKWARD_FRAC * compute_s / micro_batches
+        communication_s += max(first_and_last, gathered + reduced - compute_s, reduced - last_backward)
+    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
+    return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
     cut = (epoch.most_cells, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp, multiple)
-    micro_batches, micro_tokens, padding = _counted(cells, *cut)
+    micro_batches, micro_tokens, padding = count_micro_batches(cells, *cut)
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
     return Work(
@@ -98,12 +98,8 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
 
 
 @cache  # many layouts have the same micro-batches
-def _counted(cells: Cells, *arguments: int) -> tuple[list[int], int, float]:
-    return count_micro_batches(cells.lengths, *arguments)
-
-
 def count_micro_batches(
-    lengths: np.ndarray,
+    cells: Cells,
     global_batch: int,
     token_budget: int,
     world: int,
@@ -117,6 +113,7 @@ def count_micro_batches(
     pipeline (`microbatch_multiple` > 1), which cuts batches evenly; and the tokens that a pipeline adds, per token:
     all micro-batches of a rank's step become as long as its longest, in one of few lengths (`pipeline_tokens`).
     """
+    lengths = cells.lengths
     share = -(-min(global_batch, len(lengths)) // world)
     sampled = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
     counts, largest, tokens, padded = [], 0, 0, 0
