@@ -166,8 +166,7 @@ class Site:
     vectors: Place  # of the stages ON_A_GPU
     gpu: Mapping[str, str | int]  # resources of these stages; comments if `vectors` has no partition
     status_command: str
-    why: Mapping[str, str] = field(default_factory=dict)
-    """The reason of a value; it follows the general comment of its key."""
+    why: Mapping[str, str] = field(default_factory=dict)  # reason of a value, after the general comment of its key
 
     @property
     def default_mem_mb(self) -> int:

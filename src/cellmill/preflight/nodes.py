@@ -206,8 +206,7 @@ class NodeCheck:
 
     def __init__(self, machine: Machine, device: str, folder: Path, wait_s: float) -> None:
         self.machine, self.device, self.folder, self.wait_s = machine, device, folder, wait_s
-        self.facts: dict[str, Any] = {}
-        """For the record: how the job ran, and the nodes' reports."""
+        self.facts: dict[str, Any] = {}  # for the record: how the job ran, and the nodes' reports
         self._token, self._path, self._seen = secrets.token_hex(8), Path(), dict[str, float]()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)

@@ -48,12 +48,9 @@ class Profile:
     name: str = "profile"
     path: Path = Path("the profile")  # its file
     rules: Rules = field(default_factory=dict)
-    over: Path | None = None
-    """The file of profiles/default, which Snakemake loads unasked and which wins key by key."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Every option of Snakemake in it; mappings are lists of assignments."""
-    trains: bool = True
-    """False for a command that starts no training, such as --report, and needs no profile."""
+    over: Path | None = None  # the file of profiles/default, which Snakemake loads unasked and which wins key by key
+    options: dict[str, Any] = field(default_factory=dict)  # all of Snakemake's in it; mappings are lists of assignments
+    trains: bool = True  # False for a command that starts no training, such as --report, and needs no profile
     discarded: dict[str, Resources] = field(default_factory=dict)
     """The profile's entries for rules other than train and plan, if the command's own replace them."""
 

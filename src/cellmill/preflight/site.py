@@ -80,8 +80,7 @@ class SlurmFacts:
     no_accounting: str = ""  # the reason, if sacct has nothing to read
     accounts: dict[str, set[str]] = field(default_factory=dict)  # QOS of each account of this user
     default_account: str = ""
-    qos_min: dict[str, int] = field(default_factory=dict)
-    """Minutes that a job may take in each QOS that has such a limit."""
+    qos_min: dict[str, int] = field(default_factory=dict)  # minutes that a job may take in each QOS with such a limit
     groups: set[str] = field(default_factory=set)  # Unix groups of this user
 
     def usable(self) -> list[Partition]:

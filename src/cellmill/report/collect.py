@@ -22,7 +22,7 @@ from cellmill.runs.cost import Start
 from cellmill.runs.progress import read_lines
 from cellmill.runs.verdict import Closed, Verdict
 
-MADE = {
+MADE = {  # files that Snakemake makes again by name, in the order of the stages
     "runs": (
         "plan.json",
         "train/status.json",
@@ -35,7 +35,6 @@ MADE = {
     ),
     "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
 }
-"""Files that Snakemake makes again by name, in the order of the stages."""
 
 Object = dict[str, Any]
 

@@ -102,7 +102,7 @@ def _difference(result: Mapping[str, Any], row: str) -> PairedDifference | None:
     return next(iter(found), None)
 
 
-CURVES = {
+CURVES = {  # key of metrics.jsonl and its name, in the order of the page
     "effective_rank": "effective rank of the embedding",
     "lr": "learning rate",
     "grad_norm": "norm of the gradient",
@@ -115,7 +115,6 @@ CURVES = {
     "depth_r2": "R² of log depth from the embedding",
     "batch_r2": "share of the embedding explained by the batch",
 }
-"""Key of metrics.jsonl and its name, in the order of the page."""
 
 
 def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun, evaluated_datasets
+from cellmill.track.follow import flat as values_by_path
 
 
 class Column(NamedTuple):
@@ -136,13 +137,7 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) pairs of nested options in their order; lists are joined by commas."""
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(item, Mapping):
-            yield from flat(item, f"{name}.")
-        elif isinstance(item, list):
-            yield name, ", ".join(number(part) for part in item) or "none"
-        else:
-            yield name, item
+    for name, value in values_by_path(tree).items():
+        yield name, (", ".join(map(number, value)) or "none") if isinstance(value, list) else value

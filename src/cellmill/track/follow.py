@@ -124,11 +124,10 @@ def digests(config: dict[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-ARTIFACTS = (
+ARTIFACTS = (  # files of a run that trackers get, by name
     *("plan.json", "train/run.json", "train/metrics.jsonl", "train/status.json", "train/cost.json"),
     *("model/config.json", "model/README.md", "evaluate/metrics.json", "evaluate/umap.tsv"),
 )
-"""Files of a run that trackers get, by name."""
 REPORT = "report/index.html"
 LINES = 200  # lines sent before the record of what was sent is written again
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
@@ -142,8 +141,7 @@ class Follower:
         self.folder = self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
         self._record = self.folder / "sent.json"
         self._tail = CurveTail(self._train / "metrics.jsonl")
-        self._plugin: Any = None
-        """The `Tracker` or `Observer`, once there is something to send."""
+        self._plugin: Any = None  # the `Tracker` or `Observer`, once there is something to send
         self.n_lines = self.n_artifacts = 0  # sent by this process
 
     def follow(self, ended: Callable[[], str]) -> None:
@@ -268,8 +266,8 @@ def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[
 def supervise(train: Path, finish_s: float) -> None:
     """Run the followers of the run in `train` until stdin says how the training ended, or is closed."""
     track = stored_options(read_json(train / "run.json")["options"], str(train / "run.json")).track
+    # options of each follower by its process, and the pipe on which it reads how the training ended
     children = dict[int, tuple[Plugin, int]]()
-    """Options of each follower by its process, and the pipe on which it reads how the training ended."""
     for options in (*track.to.values(), *track.observers.values()):
         reads, writes = os.pipe()
         if (pid := os.fork()) == 0:  # this process has one thread, so a fork is safe

@@ -8,7 +8,7 @@ import comet_ml
 from cellmill.config.parts.trackers import CometConfig
 from cellmill.track.follow import digests, flat
 
-NOTHING_ELSE = {
+NOTHING_ELSE = {  # Comet would describe the follower's process, not the training
     "log_code": False,
     "log_graph": False,
     "log_git_metadata": False,
@@ -21,7 +21,6 @@ NOTHING_ELSE = {
     "auto_histogram_weight_logging": False,
     "display_summary_level": 0,
 }
-"""Comet would describe the follower's process, not the training."""
 
 
 class CometTracker:
