@@ -101,15 +101,8 @@ def write_profile(name: str = "one", plan: dict[str, Any] | None = None, **train
 
 def slurm(**changes: Any) -> dict[str, Any]:
     """A machine that the fake cluster has."""
-    machine = {
-        "launcher": "slurm",
-        "nodes": 2,
-        "nproc_per_node": 4,
-        "slurm_partition": "gpu",
-        "gpus_per_node": "a100:4",
-        "runtime": 600,
-    }
-    return machine | changes
+    machine = {"launcher": "slurm", "nodes": 2, "nproc_per_node": 4, "runtime": 600}
+    return machine | {"slurm_partition": "gpu", "gpus_per_node": "a100:4"} | changes
 
 
 Said = tuple[int, list[str], str]

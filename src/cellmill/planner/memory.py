@@ -28,8 +28,6 @@ from cellmill.models.build import ModelSpec
 from cellmill.parallel.stages import blocks_of, stages_of
 from cellmill.planner.size import FLOAT32, ModelSize, measure
 
-ELEMENT_BYTES = {"32-true": 4, "bf16-mixed": 2, "16-mixed": 2}
-
 
 class Counts(NamedTuple):
     """Numbers of parameters and parts in one pipeline stage, or in all stages of a rank."""
@@ -101,7 +99,7 @@ class PlannedModel:
     @property
     def element_bytes(self) -> int:
         """Bytes of one element in forward and backward, and of one kept for the backward pass."""
-        return ELEMENT_BYTES[self.parallel.precision]
+        return 2 if self.parallel.half_precision else FLOAT32
 
     @property
     def is_sharded(self) -> bool:
