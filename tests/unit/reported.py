@@ -7,7 +7,7 @@ from typing import Any
 
 from cellmill.runs.verdict import Closed, Verdict
 
-EVIL = "<script>alert(1)"
+EVIL = "<script>alert(1)&"
 ROWS = [
     ("embedding + logistic regression", "model", 0.80),
     ("embedding + kNN", "model", 0.75),
