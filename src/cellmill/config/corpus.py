@@ -32,54 +32,34 @@ def is_fasta(path: Path) -> bool:
 class Preprocess(Section):
     """Quality control and gene names of a dataset; of FASTA, min_counts, keep_obs, row_block, compression are read."""
 
-    organism: Literal["human", "mouse"] | None = Field(
-        "human", description="Gene table that maps symbols to Ensembl ids; null uses var_names as ids."
-    )
-    reference_organism: Literal["human", "mouse"] | None = Field(
-        None,
-        description="Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so that a "
-        "corpus can contain both; genes without an ortholog are dropped and counted. null keeps each "
-        "dataset's own genes.",
-    )
-    orthologs: str | None = Field(
-        None,
-        description="Tab-separated file of orthologs to use instead of the packaged table: a header with the names of "
-        "both organisms, then Ensembl ids; only pairs whose genes occur once are used. Requires "
-        "reference_organism.",
-    )
-    organism_column: bool = Field(
-        False,
-        description="Add obs column `organism` to the cells: human or mouse, from their dataset. Datasets of both can "
-        "then form one corpus without reference_organism, each with its own genes, and tokens.covariates: "
-        "[organism] tells the model the organism.",
-    )
+    organism: Literal["human", "mouse"] | None = "human"
+    """Gene table that maps symbols to Ensembl ids; null uses var_names as ids."""
+    reference_organism: Literal["human", "mouse"] | None = None
+    """Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so that a corpus can
+    contain both; genes without an ortholog are dropped and counted. null keeps each dataset's own genes."""
+    orthologs: str | None = None
+    """Tab-separated file of orthologs to use instead of the packaged table: a header with the names of both organisms,
+    then Ensembl ids; only pairs whose genes occur once are used. Requires reference_organism."""
+    organism_column: bool = False
+    """Add obs column `organism` to the cells: human or mouse, from their dataset. Datasets of both can then form one
+    corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] tells the model the
+    organism."""
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
-    min_counts: int = Field(
-        1,
-        ge=1,
-        description="Drop cells with fewer counts (sequences with fewer residues); cells without counts are always "
-        "dropped.",
-    )
-    max_mito_frac: float = Field(
-        0.2, ge=0, le=1, description="Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."
-    )
-    min_cells: int = Field(
-        0,
-        ge=0,
-        description="Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on "
-        "the other cells of its file. `vocabulary.min_cells` counts over the corpus.",
-    )
-    min_coverage_frac: float = Field(
-        0.5, ge=0, le=1, description="Minimum fraction of a dataset's genes that map to an Ensembl id."
-    )
+    min_counts: int = Field(1, ge=1)
+    """Drop cells with fewer counts (sequences with fewer residues); cells without counts are always dropped."""
+    max_mito_frac: float = Field(0.2, ge=0, le=1)
+    """Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."""
+    min_cells: int = Field(0, ge=0)
+    """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on the other cells
+    of its file. `vocabulary.min_cells` counts over the corpus."""
+    min_coverage_frac: float = Field(0.5, ge=0, le=1)
+    """Minimum fraction of a dataset's genes that map to an Ensembl id."""
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
-    compression: Literal["gzip"] | None = Field(
-        None,
-        description="Compression of the preprocessed cells; any AnnData reader opens them. gzip takes a quarter of the "
-        "disk and 2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are "
-        "the same. `cellmill plan_corpus` prints the disk of both.",
-    )
+    compression: Literal["gzip"] | None = None
+    """Compression of the preprocessed cells; any AnnData reader opens them. gzip takes a quarter of the disk and 2.2
+    times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same. `cellmill
+    plan_corpus` prints the disk of both."""
 
     @model_validator(mode="after")
     def _orthologs_are_read(self) -> Self:
@@ -92,35 +72,22 @@ class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
     min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(
-        None, ge=1, description="Maximum number of genes, chosen by `select`; null keeps all."
-    )
-    select: Literal["detected", "seurat", "seurat_v3"] = Field(
-        "detected",
-        description="Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of "
-        "the corpus, by this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc "
-        "(`cellmill[hvg]`).",
-    )
-    quantiles: bool = Field(
-        False,
-        description="Store the quantiles of all values of the corpus, per mille, for runs with tokens.binning "
-        "quantile_corpus. They are within 0.5 % of the exact counts per 10,000.",
-    )
-    variability: bool = Field(
-        False,
-        description="Store the order of the genes by their variability over the corpus, for runs with "
-        "tokens.truncation variable: by flavor seurat_v3 if that is `select`, else by seurat.",
-    )
-    genes: str | None = Field(
-        None,
-        description="File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all.",
-    )
-    medians: str | None = Field(
-        None,
-        pattern=NOT_WILDCARD,
-        description="Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or "
-        "scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none.",
-    )
+    max_genes: int | None = Field(None, ge=1)
+    """Maximum number of genes, chosen by `select`; null keeps all."""
+    select: Literal["detected", "seurat", "seurat_v3"] = "detected"
+    """Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of the corpus, by
+    this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`)."""
+    quantiles: bool = False
+    """Store the quantiles of all values of the corpus, per mille, for runs with tokens.binning quantile_corpus. They
+    are within 0.5 % of the exact counts per 10,000."""
+    variability: bool = False
+    """Store the order of the genes by their variability over the corpus, for runs with tokens.truncation variable: by
+    flavor seurat_v3 if that is `select`, else by seurat."""
+    genes: str | None = None
+    """File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all."""
+    medians: str | None = Field(None, pattern=NOT_WILDCARD)
+    """Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or scgpt:FOLDER, as in
+    init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none."""
     protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
 
     @model_validator(mode="after")
@@ -134,31 +101,20 @@ class Shard(Section):
     """Split into train, val and test, and size of the shards."""
 
     cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
-    split_by: str | None = Field(
-        None,
-        description="obs column, such as donor, or `dataset`, to split by: cells of one value stay together; null "
-        "splits by a hash of a cell's counts, so identical cells stay together.",
-    )
-    train_values: list[str] = Field(
-        [],
-        description="Values of split_by whose cells all go to training, such as the control if whole perturbations are "
-        "held out; the fractions apply to the other values.",
-    )
+    split_by: str | None = None
+    """obs column, such as donor, or `dataset`, to split by: cells of one value stay together; null splits by a hash of
+    a cell's counts, so identical cells stay together."""
+    train_values: list[str] = Field([])
+    """Values of split_by whose cells all go to training, such as the control if whole perturbations are held out; the
+    fractions apply to the other values."""
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
-    duplicates: Literal["keep", "drop"] = Field(
-        "keep",
-        description="Duplicate cells, which have the same counts of the same genes as an earlier cell of the "
-        "corpus: keep counts and reports them, drop removes them. With few counts, different cells may be equal by "
-        "chance.",
-    )
-    jobs: int = Field(
-        1,
-        ge=1,
-        le=1000,
-        description="Number of jobs that write the shards, each a part of them; the shards do not depend on it.",
-    )
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Duplicate cells, which have the same counts of the same genes as an earlier cell of the corpus: keep counts and
+    reports them, drop removes them. With few counts, different cells may be equal by chance."""
+    jobs: int = Field(1, ge=1, le=1000)
+    """Number of jobs that write the shards, each a part of them; the shards do not depend on it."""
 
     @model_validator(mode="after")
     def _values_are_of_a_column(self) -> Self:

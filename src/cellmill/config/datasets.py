@@ -42,46 +42,31 @@ def check_name(name: str) -> str:
 class ObsColumns(Section):
     """Columns of the table that are about obs: each obs column is looked for before anything is computed."""
 
-    filter: str | None = Field(
-        None,
-        description="Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in "
-        "backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.",
-    )
-    label: str | None = Field(
-        None,
-        description="obs column that the probes predict, or several, separated by |; empty for no probes. Kept "
-        "whatever preprocess.keep_obs says.",
-    )
-    label_name: str | None = Field(
-        None,
-        description="Name of the label in preprocessed cells, so that datasets whose columns have other names share "
-        "one; of several labels one for each, separated by |. Empty for the name of the column.",
-    )
-    label_map: str | None = Field(
-        None,
-        pattern=NOT_WILDCARD,
-        description="Tab-separated file with the columns `from` and `to`, which renames values of the label in "
-        "preprocessed cells, and with that in shards, training and evaluation; of several labels one for each, "
-        "separated by |, where an empty one renames nothing. Cells of a `from` whose `to` is empty have no label; "
-        "labels that the file leaves out stay as they are, and are reported. A `from` that no cell has is refused. "
-        "`filter` reads the values before they are renamed.",
-    )
+    filter: str | None = None
+    """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in backticks` `` if
+    the name has spaces) with strings, numbers and lists, joined by and, or, not."""
+    label: str | None = None
+    """obs column that the probes predict, or several, separated by |; empty for no probes. Kept whatever
+    preprocess.keep_obs says."""
+    label_name: str | None = None
+    """Name of the label in preprocessed cells, so that datasets whose columns have other names share one; of several
+    labels one for each, separated by |. Empty for the name of the column."""
+    label_map: str | None = Field(None, pattern=NOT_WILDCARD)
+    """Tab-separated file with the columns `from` and `to`, which renames values of the label in preprocessed cells, and
+    with that in shards, training and evaluation; of several labels one for each, separated by |, where an empty one
+    renames nothing. Cells of a `from` whose `to` is empty have no label; labels that the file leaves out stay as they
+    are, and are reported. A `from` that no cell has is refused. `filter` reads the values before they are renamed."""
     batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
     donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
-    condition: str | None = Field(
-        None, description="obs column of the condition, such as a disease; preprocessed cells have it as `condition`."
-    )
-    perturbation: str | None = Field(
-        None, description="obs column of the perturbation; preprocessed cells have it as `perturbation`."
-    )
-    control: str | None = Field(
-        None,
-        description="Value of the perturbation column (of the condition column if the dataset has no perturbations) "
-        "that marks untreated cells: `is_control` of preprocessed cells.",
-    )
-    dose: str | None = Field(
-        None, description="obs column of the dose, a number; preprocessed cells have it as `dose`."
-    )
+    condition: str | None = None
+    """obs column of the condition, such as a disease; preprocessed cells have it as `condition`."""
+    perturbation: str | None = None
+    """obs column of the perturbation; preprocessed cells have it as `perturbation`."""
+    control: str | None = None
+    """Value of the perturbation column (of the condition column if the dataset has no perturbations) that marks
+    untreated cells: `is_control` of preprocessed cells."""
+    dose: str | None = None
+    """obs column of the dose, a number; preprocessed cells have it as `dose`."""
 
     @field_validator("filter")
     @classmethod
@@ -153,17 +138,12 @@ class Dataset(ObsColumns):
         description=f"Input: {', '.join(INPUTS)}; a path, absolute or relative to Snakemake's working directory, or a "
         "URL; without braces and < >.",
     )
-    counts: str = Field(
-        "X",
-        description="Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x "
-        "file.",
-    )
-    round_counts: bool = Field(
-        False, description="Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."
-    )
-    organism: Literal["human", "mouse", "none"] | None = Field(
-        None, description="preprocess.organism of this dataset; none uses var_names as ids."
-    )
+    counts: str = "X"
+    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file."""
+    round_counts: bool = False
+    """Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."""
+    organism: Literal["human", "mouse", "none"] | None = None
+    """preprocess.organism of this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
     min_counts: int | None = Field(None, ge=1, description="preprocess.min_counts of this dataset.")
     max_mito_frac: float | None = Field(None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset.")
@@ -188,7 +168,7 @@ class Dataset(ObsColumns):
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
     """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line."""
-    datasets: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = Field({})
     for line, row in read_rows(table, list(Dataset.model_fields)):
         try:
             dataset = Dataset.model_validate(row)
@@ -290,7 +270,7 @@ _QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")  # 
 
 def filter_columns(condition: str) -> list[str]:
     """obs columns that a filter names, in order. Raises ValueError for text that is no expression."""
-    quoted: dict[str, str] = {}
+    quoted: dict[str, str] = Field({})
 
     def plain(match: re.Match[str]) -> str:
         if match[2]:
@@ -316,7 +296,7 @@ class MappedLabel(NamedTuple):
 
 def read_label_map(path: Path) -> dict[str, MappedLabel]:
     """Lines of a label map by `from`, in order. Raises ConfigError naming file and line."""
-    labels: dict[str, MappedLabel] = {}
+    labels: dict[str, MappedLabel] = Field({})
     for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
         if "from" not in row:
             raise ConfigError(f"{path}, line {line}: expected a label in column from, got none; fill it in")

@@ -30,10 +30,9 @@ PLACEHOLDERS = ("{cells}", "{out}")
 class ExternalModel(Section):
     """One command, run for each dataset; its embedding is a row beside the model."""
 
-    command: str = Field(
-        description="Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, "
-        "{out} the .h5ad to write."
-    )
+    command: str
+    """Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, {out} the .h5ad
+    to write."""
     files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
 
     @field_validator("command")
@@ -82,41 +81,30 @@ _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 class Evaluate(Section):
     """Tasks that evaluate the exported model on held-out cells."""
 
-    datasets: Annotated[list[str], EachOnce] | None = Field(
-        None, description="Datasets to evaluate; null means those of the run's corpus."
-    )
-    cells: Literal["heldout", "all"] = Field(
-        "heldout", description="heldout excludes every cell that the model was trained or validated on."
-    )
-    precision: Literal["32-true", "bf16-mixed"] = Field(
-        "32-true", description="Number format of the model in tasks that run it again; set it as embed.precision."
-    )
+    datasets: Annotated[list[str], EachOnce] | None = None
+    """Datasets to evaluate; null means those of the run's corpus."""
+    cells: Literal["heldout", "all"] = "heldout"
+    """heldout excludes every cell that the model was trained or validated on."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Number format of the model in tasks that run it again; set it as embed.precision."""
     folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit a model.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
     tasks: Annotated[dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))] = Field(
-        _DEFAULT_TASKS,
-        min_length=1,
-        description="Tasks to run, by name, each with its options; a run's tasks replace the default ones.",
+        _DEFAULT_TASKS, min_length=1
     )
-    classifiers: Annotated[list[str], EachOnce] = Field(
-        [],
-        description="Classifiers of installed packages (entry points of cellmill.classifier) that tasks fit to labels "
-        "beside logistic regression and kNN.",
-    )
-    gate: list[BaselineGate] = Field(
-        [],
-        description="Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or "
-        "features, whose best classifier counts), `column` (default: the one that ranks the rows) and `margin` "
-        "(default 0): the minimum difference between the model's best row and the baseline's. Results are then in "
-        "metrics.failed.json.",
-    )
+    """Tasks to run, by name, each with its options; a run's tasks replace the default ones."""
+    classifiers: Annotated[list[str], EachOnce] = Field([])
+    """Classifiers of installed packages (entry points of cellmill.classifier) that tasks fit to labels beside logistic
+    regression and kNN."""
+    gate: list[BaselineGate] = Field([])
+    """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or features, whose best
+    classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the minimum difference
+    between the model's best row and the baseline's. Results are then in metrics.failed.json."""
 
-    external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field(
-        {},
-        description="Models of other packages by name, each with `command` (run without a shell, with {cells} and "
-        "{out} among its arguments) and `files` (a change of which reruns it): they add rows beside the model in the "
-        "tasks that read only embeddings, but enter no verdict and no gate.",
-    )
+    external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field({})
+    """Models of other packages by name, each with `command` (run without a shell, with {cells} and {out} among its
+    arguments) and `files` (a change of which reruns it): they add rows beside the model in the tasks that read only
+    embeddings, but enter no verdict and no gate."""
 
     @field_validator("classifiers")
     @classmethod

@@ -36,7 +36,7 @@ def flags(options: Mapping[str, str | bool]) -> list[str]:
 
 def gpus_in(gres: str) -> dict[str, int]:
     """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
-    gpus: dict[str, int] = {}
+    gpus: dict[str, int] = Field({})
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
@@ -59,14 +59,11 @@ Text = Annotated[
 class Machine(Section):
     """The processes of a training, and where they run."""
 
-    launcher: Literal["local", "slurm", "allocation"] = Field(
-        "local",
-        description="local: processes on this machine; slurm: submitted jobs; allocation: processes in the salloc or "
-        "sbatch job that cellmill runs in.",
-    )
-    nodes: Text = Field(
-        "1", description="Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."
-    )
+    launcher: Literal["local", "slurm", "allocation"] = "local"
+    """local: processes on this machine; slurm: submitted jobs; allocation: processes in the salloc or sbatch job that
+    cellmill runs in."""
+    nodes: Text = "1"
+    """Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."""
     nproc_per_node: int = Field(1, ge=1, description="Processes per node: one per GPU.")
     slurm_partition: Text = Field("", description="Partition, or several separated by commas.")
     slurm_account: Text = Field("", description="Account to charge.")
@@ -75,39 +72,29 @@ class Machine(Section):
     reservation: Text = Field("", description="Reservation.")
     gpus_per_node: Text = Field("", description="GPUs per node: 4, or h100:4.")
     gres: Text = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs; "
-        "auto: cuda if gpus_per_node or gres requests GPUs or a node shows some, else cpu.",
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs; auto: cuda if
+    gpus_per_node or gres requests GPUs or a node shows some, else cpu."""
     runtime: int = Field(60, ge=1, description="Time limit of a job in minutes; a longer training takes several jobs.")
     mem_mb: int = Field(0, ge=0, description="Memory per node in MB; 0 for all of it.")
-    cpus_per_task: int = Field(
-        0, ge=0, description="CPU cores per node; 0 for 2 per process, or with launcher local for all."
-    )
+    cpus_per_task: int = Field(0, ge=0)
+    """CPU cores per node; 0 for 2 per process, or with launcher local for all."""
     modules: Text = Field("", description="Environment modules to load on every node, separated by spaces.")
     container: Text = Field("", description="Apptainer image to run the processes in.")
     interface: Text = Field("", description="Network interface between nodes, such as ib0.")
-    setup: Text = Field(
-        "",
-        description="Shell command to run on the first node before the processes start in its environment.",
-    )
+    setup: Text = ""
+    """Shell command to run on the first node before the processes start in its environment."""
     sbatch_options: Text = Field("", description="More sbatch options: `exclude=node7 exclusive`.")
     srun_options: Text = Field("", description="More options of the srun that starts the processes: `mpi=none`.")
-    save_within_s: int = Field(
-        120, ge=1, description="Seconds before the time limit at which the training saves and ends."
-    )
-    max_restarts: int = Field(
-        2,
-        ge=0,
-        description="Restarts per job, from the last checkpoint, after a process was lost; none if the previous start "
-        "resumed from the same step.",
-    )
+    save_within_s: int = Field(120, ge=1)
+    """Seconds before the time limit at which the training saves and ends."""
+    max_restarts: int = Field(2, ge=0)
+    """Restarts per job, from the last checkpoint, after a process was lost; none if the previous start resumed from the
+    same step."""
     max_jobs: int = Field(100, ge=1, description="Maximum number of jobs of a training.")
     poll_s: float = Field(10.0, gt=0, description="Seconds between two queries of the queue.")
-    on_interrupt: Literal["cancel", "detach"] = Field(
-        "cancel", description="Effect of Ctrl-C on the job: cancel it, or detach from it."
-    )
+    on_interrupt: Literal["cancel", "detach"] = "cancel"
+    """Effect of Ctrl-C on the job: cancel it, or detach from it."""
 
     @property
     def node_counts(self) -> range:

@@ -15,68 +15,41 @@ class Parallel(Section):
     """Layout of the model over processes; the profile sets how many processes there are."""
 
     strategy: Literal["ddp", "fsdp"] = Field("fsdp", description="DistributedDataParallel or FSDP2.")
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = Field(
-        "HYBRID_SHARD",
-        description="What fsdp shards: parameters, gradients and optimizer over all processes (FULL_SHARD, ZeRO-3); "
-        "the same with parameters kept gathered between forward and backward (SHARD_GRAD_OP, ZeRO-2); the same as "
-        "FULL_SHARD inside groups of shard_size, replicated across groups (HYBRID_SHARD); or nothing. Ignored by ddp.",
-    )
-    shard_size: int | None = Field(
-        None, ge=1, description="Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp."
-    )
-    tp: int = Field(
-        1,
-        ge=1,
-        description="Tensor-parallel size: processes that share every matrix and the same cells, best on one node.",
-    )
-    sequence_parallel: bool = Field(
-        False,
-        description="Tensor-parallel processes also split the tokens between matrix multiplications, to save memory.",
-    )
-    pp: int = Field(
-        1,
-        ge=1,
-        description="Pipeline-parallel size: processes that each hold some of the blocks; put them across nodes.",
-    )
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = Field(
-        "1F1B", description="Pipeline schedule; the last four have two pipeline stages per process."
-    )
-    microbatches: int | None = Field(
-        None,
-        ge=1,
-        description="Minimum number of micro-batches per step in a pipeline; more of them leave less idle time. null "
-        "is twice the pipeline stages. train.token_budget may require more.",
-    )
-    gradient_reduction: Literal["step", "micro_batch"] = Field(
-        "step",
-        description="When fsdp reduces the gradients of a step with several micro-batches. step: with the last one, "
-        "keeping whole float32 gradients until then; micro_batch: with each, keeping only their shards.",
-    )
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = Field(
-        "32-true",
-        description="Number format of forward and backward. 16-mixed is for GPUs without bfloat16: it scales the loss "
-        "and skips steps whose gradients overflow.",
-    )
-    tf32: bool = Field(
-        False,
-        description="With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32: several "
-        "times faster, with three decimal digits. No effect on other devices. Not tested on a GPU.",
-    )
-    activation_checkpointing: Literal["full", "selective"] | None = Field(
-        None,
-        description="full recomputes each block in the backward pass, to save memory; selective recomputes everything "
-        "except matrix multiplications and attention; null keeps all activations.",
-    )
-    compile: bool = Field(
-        False,
-        description="torch.compile of each block, attention excluded: faster on a GPU after minutes of compilation, "
-        "with less memory than planned. Needs a C++ compiler on the training machine.",
-    )
-    cpu_offload: Literal["full", "optimizer"] | None = Field(
-        None,
-        description="What is kept in host memory. optimizer: AdamW's moments, and its step runs on the CPU. full: also "
-        "parameters and gradients, which needs strategy fsdp and at least two data-parallel processes.",
-    )
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "HYBRID_SHARD"
+    """What fsdp shards: parameters, gradients and optimizer over all processes (FULL_SHARD, ZeRO-3); the same with
+    parameters kept gathered between forward and backward (SHARD_GRAD_OP, ZeRO-2); the same as FULL_SHARD inside groups
+    of shard_size, replicated across groups (HYBRID_SHARD); or nothing. Ignored by ddp."""
+    shard_size: int | None = Field(None, ge=1)
+    """Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel size: processes that share every matrix and the same cells, best on one node."""
+    sequence_parallel: bool = False
+    """Tensor-parallel processes also split the tokens between matrix multiplications, to save memory."""
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel size: processes that each hold some of the blocks; put them across nodes."""
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = "1F1B"
+    """Pipeline schedule; the last four have two pipeline stages per process."""
+    microbatches: int | None = Field(None, ge=1)
+    """Minimum number of micro-batches per step in a pipeline; more of them leave less idle time. null is twice the
+    pipeline stages. train.token_budget may require more."""
+    gradient_reduction: Literal["step", "micro_batch"] = "step"
+    """When fsdp reduces the gradients of a step with several micro-batches. step: with the last one, keeping whole
+    float32 gradients until then; micro_batch: with each, keeping only their shards."""
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    """Number format of forward and backward. 16-mixed is for GPUs without bfloat16: it scales the loss and skips steps
+    whose gradients overflow."""
+    tf32: bool = False
+    """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32: several times faster,
+    with three decimal digits. No effect on other devices. Not tested on a GPU."""
+    activation_checkpointing: Literal["full", "selective"] | None = None
+    """full recomputes each block in the backward pass, to save memory; selective recomputes everything except matrix
+    multiplications and attention; null keeps all activations."""
+    compile: bool = False
+    """torch.compile of each block, attention excluded: faster on a GPU after minutes of compilation, with less memory
+    than planned. Needs a C++ compiler on the training machine."""
+    cpu_offload: Literal["full", "optimizer"] | None = None
+    """What is kept in host memory. optimizer: AdamW's moments, and its step runs on the CPU. full: also parameters and
+    gradients, which needs strategy fsdp and at least two data-parallel processes."""
 
     @property
     def half_precision(self) -> bool:

@@ -103,7 +103,8 @@ class Plugin(Section):
         return dict(BUILT_IN[cls.kind])
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        super().__pydantic_init_subclass__(**more)
         if cls.__module__.startswith("cellmill.config.parts."):
             choices = BUILT_IN.setdefault(cls.kind, {})
             if get_args(cls.model_fields[cls.key].annotation):  # a Literal: a choice, not a contract

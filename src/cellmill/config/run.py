@@ -15,86 +15,47 @@ from cellmill.config.section import EachOnce, Section
 class Stream(Section):
     """Order in which cells are read from shards; an epoch holds the same cells whatever is set here."""
 
-    lanes: int = Field(
-        8,
-        ge=1,
-        description="Independent streams of cells. A multiple of every data-parallel size the run may use, so that a "
-        "global batch has the same cells in each.",
-    )
+    lanes: int = Field(8, ge=1)
+    """Independent streams of cells. A multiple of every data-parallel size the run may use, so that a global batch has
+    the same cells in each."""
     block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
     window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
-    equal_steps: bool = Field(
-        False,
-        description="Spread the cells of an epoch evenly over its steps, whose sizes then differ by at most one cell. "
-        "Otherwise the last step of an epoch has the remaining cells, which may be a handful. The number of "
-        "steps is the same. Recommended for new runs; off reproduces earlier runs.",
-    )
-    train_frac: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller "
-        "fraction is a subset of a larger one, and the validation and test cells are always the same.",
-    )
-    weight_by: str | None = Field(
-        None,
-        description="obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are "
-        "read more often and cells of frequent values less. An epoch keeps its number of cells, repeating some and "
-        "omitting others. null reads each cell once. If it is left out, a run whose only objective is classification "
-        "reads labelled cells only, all labels equally often (weight_by: its label_column, labelled_frac: 1).",
-    )
-    labelled_frac: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and "
-        "the other cells fill the rest, each equally often. null counts a missing value as a value like the others.",
-    )
-    weight_exponent: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="A cell of a value with n cells is read in proportion to n ** -weight_exponent: 1 reads all values "
-        "equally often, 0 each cell once.",
-    )
-    max_repeats: float = Field(
-        10.0,
-        ge=1,
-        le=1000,
-        description="Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; "
-        "with labelled_frac as a multiple of the mean over all cells with a value.",
-    )
-    weight_warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="Steps over which the weights change linearly from weight_start_exponent to "
-        "weight_exponent; each epoch uses the weights of its first step. 0 starts with the latter.",
-    )
-    weight_start_exponent: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 starts with each cell "
-        "once, 1 with all values equally often.",
-    )
-    io_threads: int = Field(
-        4,
-        ge=1,
-        description="Reader threads: the number of reads that a process has in flight. One read is block_cells cells.",
-    )
-    stage_to: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder on each node's local disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node "
-        "copies the shards that the node reads while the training runs. A shard is read from the shared "
-        "folder until its copy is complete and matches the manifest's SHA-256. A failure is one warning; "
-        "copies are removed at the end. null reads the shared folder. Variables are expanded on the node.",
-    )
-    stage_limit_gb: float | None = Field(
-        None,
-        gt=0,
-        description="Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free.",
-    )
+    equal_steps: bool = False
+    """Spread the cells of an epoch evenly over its steps, whose sizes then differ by at most one cell. Otherwise the
+    last step of an epoch has the remaining cells, which may be a handful. The number of steps is the same. Recommended
+    for new runs; off reproduces earlier runs."""
+    train_frac: float = Field(1.0, gt=0, le=1)
+    """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller fraction is a subset
+    of a larger one, and the validation and test cells are always the same."""
+    weight_by: str | None = None
+    """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are read more often and
+    cells of frequent values less. An epoch keeps its number of cells, repeating some and omitting others. null reads
+    each cell once. If it is left out, a run whose only objective is classification reads labelled cells only, all
+    labels equally often (weight_by: its label_column, labelled_frac: 1)."""
+    labelled_frac: float | None = Field(None, gt=0, le=1)
+    """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and the other cells
+    fill the rest, each equally often. null counts a missing value as a value like the others."""
+    weight_exponent: float = Field(1.0, ge=0, le=1)
+    """A cell of a value with n cells is read in proportion to n ** -weight_exponent: 1 reads all values equally often,
+    0 each cell once."""
+    max_repeats: float = Field(10.0, ge=1, le=1000)
+    """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; with labelled_frac
+    as a multiple of the mean over all cells with a value."""
+    weight_warmup_steps: int = Field(0, ge=0)
+    """Steps over which the weights change linearly from weight_start_exponent to weight_exponent; each epoch uses the
+    weights of its first step. 0 starts with the latter."""
+    weight_start_exponent: float = Field(0.0, ge=0, le=1)
+    """weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 starts with each cell once, 1 with all
+    values equally often."""
+    io_threads: int = Field(4, ge=1)
+    """Reader threads: the number of reads that a process has in flight. One read is block_cells cells."""
+    stage_to: str | None = Field(None, min_length=1)
+    """Folder on each node's local disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node copies the
+    shards that the node reads while the training runs. A shard is read from the shared folder until its copy is
+    complete and matches the manifest's SHA-256. A failure is one warning; copies are removed at the end. null reads the
+    shared folder. Variables are expanded on the node."""
+    stage_limit_gb: float | None = Field(None, gt=0)
+    """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free."""
 
     def train_cells(self, n: int) -> int:
         """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
@@ -123,22 +84,15 @@ class Stream(Section):
 class Plan(Section):
     """Assumptions of the plan about the machine."""
 
-    memory_gb: float | None = Field(
-        None, gt=0, description="Device memory of one process; null takes it from the profile's device."
-    )
+    memory_gb: float | None = Field(None, gt=0)
+    """Device memory of one process; null takes it from the profile's device."""
     memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
-    mfu_frac: float = Field(
-        0.35,
-        gt=0,
-        le=1,
-        description="Assumed fraction of the device's peak FLOP/s; communication and idle time are added.",
-    )
-    intra_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send within its node; null takes it from the profile's device."
-    )
-    inter_node_gbs: float | None = Field(
-        None, gt=0, description="GB/s one process can send to other nodes; null takes it from the profile's device."
-    )
+    mfu_frac: float = Field(0.35, gt=0, le=1)
+    """Assumed fraction of the device's peak FLOP/s; communication and idle time are added."""
+    intra_node_gbs: float | None = Field(None, gt=0)
+    """GB/s one process can send within its node; null takes it from the profile's device."""
+    inter_node_gbs: float | None = Field(None, gt=0)
+    """GB/s one process can send to other nodes; null takes it from the profile's device."""
 
 
 AUTO_EPOCHS, AUTO_MIN_STEPS = 3, 1600
@@ -156,91 +110,58 @@ class Train(Section):
     )
     epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
     global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
-    token_budget: int = Field(
-        16_384,
-        ge=1,
-        description="Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs.",
-    )
+    token_budget: int = Field(16_384, ge=1)
+    """Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs."""
     optimizer: Optimizer = Field(  # type: ignore[assignment]  # the default is validated, too
         "adamw",
         description="Optimizer: its name, or a mapping of name and further options. muon: orthogonalised momentum for "
         "the matrices of the blocks, AdamW for the rest, with one learning rate (Jordan et al. 2024).",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine",
-        description="Learning-rate schedule after warm-up. wsd: constant, then linear decay at the end, so that a "
-        "longer run has the same beginning.",
-    )
-    decay_frac: float = Field(
-        0.2, gt=0, le=1, description="Fraction of the steps in which schedule wsd decays, at the end; read with wsd."
-    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning-rate schedule after warm-up. wsd: constant, then linear decay at the end, so that a longer run has the
+    same beginning."""
+    decay_frac: float = Field(0.2, gt=0, le=1)
+    """Fraction of the steps in which schedule wsd decays, at the end; read with wsd."""
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
     min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="Weight decay of matrices; norms, biases and embeddings have none."
-    )
+    weight_decay: float = Field(0.1, ge=0)
+    """Weight decay of matrices; norms, biases and embeddings have none."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
     clip_norm: float | None = Field(1.0, gt=0, description="Maximum global gradient norm; null disables clipping.")
-    ema_decay: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Decay per step of an exponential moving average of the trained weights; after t steps at most "
-        "(1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model use the average. null "
-        "keeps none.",
-    )
-    max_bad_steps: int = Field(
-        5,
-        ge=1,
-        description="Consecutive steps with a non-finite loss or gradient norm that end the training; each is skipped.",
-    )
-    timeout_s: float = Field(
-        600,
-        gt=0,
-        description="Seconds without progress after which a hanging process ends the training; five times as long "
-        "during the first steps, and at least a minute until all have joined.",
-    )
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Decay per step of an exponential moving average of the trained weights; after t steps at most (1 + t) / (10 + t).
+    Validation, and so the best checkpoint, and the exported model use the average. null keeps none."""
+    max_bad_steps: int = Field(5, ge=1)
+    """Consecutive steps with a non-finite loss or gradient norm that end the training; each is skipped."""
+    timeout_s: float = Field(600, gt=0)
+    """Seconds without progress after which a hanging process ends the training; five times as long during the first
+    steps, and at least a minute until all have joined."""
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout.")
     val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
-    best_metric: str = Field(
-        "val_loss",
-        description="Validation metric that chooses the best checkpoint and stops early, by its name in metrics.jsonl: "
-        "val_loss, val_accuracy of classification, val_pearson of regression, effective_rank, depth_r2 or batch_r2; of "
-        "a part of objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART.",
-    )
+    best_metric: str = "val_loss"
+    """Validation metric that chooses the best checkpoint and stops early, by its name in metrics.jsonl: val_loss,
+    val_accuracy of classification, val_pearson of regression, effective_rank, depth_r2 or batch_r2; of a part of
+    objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART."""
     best_mode: Literal["min", "max"] = Field("min", description="Whether a smaller or a larger best_metric is better.")
-    early_stop_patience: int | None = Field(
-        None,
-        ge=1,
-        description="Number of consecutive validations without an improvement of best_metric after which the run "
-        "ends; if it is raised later, the run continues. null trains to the last step.",
-    )
-    early_stop_min_delta: float = Field(
-        0.0,
-        ge=0,
-        description="Minimum improvement that resets the patience; the best checkpoint is the best regardless.",
-    )
+    early_stop_patience: int | None = Field(None, ge=1)
+    """Number of consecutive validations without an improvement of best_metric after which the run ends; if it is raised
+    later, the run continues. null trains to the last step."""
+    early_stop_min_delta: float = Field(0.0, ge=0)
+    """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    checkpoint_every_min: float | None = Field(
-        None, gt=0, description="Minutes between additional checkpoints; null writes none."
-    )
+    checkpoint_every_min: float | None = Field(None, gt=0)
+    """Minutes between additional checkpoints; null writes none."""
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
-    keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        [],
-        description="Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and "
-        "keep_checkpoints say, such as those from which other runs branch (trunk_step).",
-    )
+    keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([])
+    """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and keep_checkpoints
+    say, such as those from which other runs branch (trunk_step)."""
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
-    profile_steps: list[int] | None = Field(
-        None,
-        min_length=2,
-        max_length=2,
-        description="First and last optimizer step (from 1) to profile: a torch profiler trace, and on a GPU a memory "
-        "snapshot, in train/profile/ of the run; null profiles none.",
-    )
+    profile_steps: list[int] | None = Field(None, min_length=2, max_length=2)
+    """First and last optimizer step (from 1) to profile: a torch profiler trace, and on a GPU a memory snapshot, in
+    train/profile/ of the run; null profiles none."""
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -285,10 +206,8 @@ class Train(Section):
 class Consolidate(Section):
     """Export of a checkpoint."""
 
-    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=1)] = Field(
-        "best",
-        description="Checkpoint with the best train.best_metric, the last one, or one of train.keep_steps.",
-    )
+    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=1)] = "best"
+    """Checkpoint with the best train.best_metric, the last one, or one of train.keep_steps."""
 
     @field_validator("checkpoint", mode="before")
     @classmethod
@@ -303,14 +222,11 @@ class Embed(Section):
     """Embedding of cells with the exported model."""
 
     token_budget: int = Field(16_384, ge=1, description="Maximum tokens of one forward pass.")
-    precision: Literal["32-true", "bf16-mixed"] = Field(
-        "32-true",
-        description="Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one "
-        "call per cell length; embeddings then have two to three decimal digits. Not tested on a GPU.",
-    )
-    min_coverage_frac: float = Field(
-        0.3, ge=0, le=1, description="Minimum fraction of a dataset's counts in genes of the model's vocabulary."
-    )
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one call per cell
+    length; embeddings then have two to three decimal digits. Not tested on a GPU."""
+    min_coverage_frac: float = Field(0.3, ge=0, le=1)
+    """Minimum fraction of a dataset's counts in genes of the model's vocabulary."""
     min_expressed_frac: float = Field(
         0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
         ge=0,
@@ -323,19 +239,11 @@ class Embed(Section):
 class Predict(Section):
     """Labels of cells by the exported model of a run with objective classification."""
 
-    min_probability: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Minimum calibrated probability of a cell's predicted label; cells below it are `unknown`.",
-    )
-    min_accuracy: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Minimum accuracy among the validation cells that get a label: min_probability is then the lowest "
-        "value that reaches it. null, with min_probability null too, labels every cell.",
-    )
+    min_probability: float | None = Field(None, gt=0, lt=1)
+    """Minimum calibrated probability of a cell's predicted label; cells below it are `unknown`."""
+    min_accuracy: float | None = Field(None, gt=0, le=1)
+    """Minimum accuracy among the validation cells that get a label: min_probability is then the lowest value that
+    reaches it. null, with min_probability null too, labels every cell."""
 
     @model_validator(mode="after")
     def _one_threshold(self) -> Self:
@@ -347,16 +255,12 @@ class Predict(Section):
 class KnockOut(Section):
     """In-silico knock-out: shifts of embeddings when the counts of one gene are removed."""
 
-    genes: list[str] | None = Field(
-        None, min_length=1, description="Ids or symbols; null removes each gene that min_cells of the cells express."
-    )
+    genes: list[str] | None = Field(None, min_length=1)
+    """Ids or symbols; null removes each gene that min_cells of the cells express."""
     cells: int = Field(1000, ge=1, description="Cells drawn from the dataset at most.")
     min_cells: int = Field(20, ge=1, description="Minimum number of drawn cells that express a gene.")
-    null_genes: int = Field(
-        100,
-        ge=1,
-        description="Other genes of the most similar expression, each removed too, that a gene is compared with.",
-    )
+    null_genes: int = Field(100, ge=1)
+    """Other genes of the most similar expression, each removed too, that a gene is compared with."""
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the draw of cells.")
 
 

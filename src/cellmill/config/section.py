@@ -43,9 +43,22 @@ EachOnce = AfterValidator(_each_once)  # annotation of a list that names nothing
 
 
 class Section(BaseModel):
-    """Options of one section; the fields' descriptions give meaning, unit and default."""
+    """Options of one section; a field's description, or the docstring below it, gives meaning, unit and default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        defer_build=True,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            if field.description is not None:
+                field.description = " ".join(field.description.split())  # a docstring has line breaks
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

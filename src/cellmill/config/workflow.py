@@ -52,17 +52,15 @@ class Sweep(Section):
     """
 
     run: dict[str, Any] = Field(description="Shared by all its runs: `corpus`, and any key of a run.")
-    over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(
-        min_length=1,
-        description="Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points that "
-        "set several options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp: {parallel.pp: 2}}`.",
-    )
+    over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(min_length=1)
+    """Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points that set several
+    options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp: {parallel.pp: 2}}`."""
 
 
 def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
     """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises ConfigError."""
-    runs: dict[str, Any] = {}
-    values: dict[str, dict[str, dict[str, Any]]] = {}
+    runs: dict[str, Any] = Field({})
+    values: dict[str, dict[str, dict[str, Any]]] = Field({})
     for name, sweep in mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
         sweep = mapping(sweep, where)
@@ -144,45 +142,32 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: Annotated[list[str], EachOnce] | None = Field(
-        None, description="Names of the rows to use; null uses all."
-    )
+    datasets: Annotated[list[str], EachOnce] | None = None
+    """Names of the rows to use; null uses all."""
 
 
 class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
     corpus: str = Field(description="Name of its corpus.")
-    init_from: str | None = Field(
-        None,
-        pattern=NOT_WILDCARD,
-        description="Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, "
-        "such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or "
-        "scgpt:FOLDER, with the published files of that model, which rule import reads. Sections model and tokens "
-        "are those of a run or folder where those at the top of the file do not fit. For all but a run, evaluate does "
-        "not know which cells the model was trained on.",
-    )
-    trunk: str | None = Field(
-        None,
-        description="Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and "
-        "curve. Its results equal a separate run from step 0, so all options except length and "
-        "schedule must equal the trunk's, and the learning rates up to that step must be the same, as "
-        "with schedule wsd or constant.",
-    )
-    trunk_step: int | None = Field(
-        None, ge=1, description="Step of the trunk's checkpoint, which its train.keep_steps must list."
-    )
-    evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        default=[],
-        description="Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in "
-        "`results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains "
-        "nothing.",
-    )
-    machine: str | None = Field(
-        None,
-        description="Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. "
-        "Changing it reruns nothing.",
-    )
+    init_from: str | None = Field(None, pattern=NOT_WILDCARD)
+    """Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, such as
+    ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or scgpt:FOLDER, with the
+    published files of that model, which rule import reads. Sections model and tokens are those of a run or folder where
+    those at the top of the file do not fit. For all but a run, evaluate does not know which cells the model was trained
+    on."""
+    trunk: str | None = None
+    """Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and curve. Its
+    results equal a separate run from step 0, so all options except length and schedule must equal the trunk's, and the
+    learning rates up to that step must be the same, as with schedule wsd or constant."""
+    trunk_step: int | None = Field(None, ge=1)
+    """Step of the trunk's checkpoint, which its train.keep_steps must list."""
+    evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(default=[])
+    """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
+    `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains nothing."""
+    machine: str | None = None
+    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. Changing it reruns
+    nothing."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -202,22 +187,16 @@ class Workflow(Section):
     report: Report
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
-    sweep: Mapping[str, Sweep] = Field(
-        default_factory=dict,
-        description="Sweeps by name: a grid of runs over values of some options. Run names contain these values. "
-        "`snakemake results/sweeps/NAME/results.csv` makes all runs of one.",
-    )
-    private: bool = Field(
-        False,
-        description="Make everything the workflow writes readable only by its user (umask 077); existing files stay as "
-        "they are. Off: the umask of the shell. Changing it reruns nothing.",
-    )
-    bridges: Mapping[str, str] = Field(
-        default_factory=dict,
-        description="Python of an environment that has the package, by package, for use without conda (`--sdm conda`), "
-        "for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or "
-        "`.cell-eval2.json`. Changing it reruns nothing.",
-    )
+    sweep: Mapping[str, Sweep] = Field(default_factory=dict)
+    """Sweeps by name: a grid of runs over values of some options. Run names contain these values. `snakemake
+    results/sweeps/NAME/results.csv` makes all runs of one."""
+    private: bool = False
+    """Make everything the workflow writes readable only by its user (umask 077); existing files stay as they are. Off:
+    the umask of the shell. Changing it reruns nothing."""
+    bridges: Mapping[str, str] = Field(default_factory=dict)
+    """Python of an environment that has the package, by package, for use without conda (`--sdm conda`), for
+    `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or
+    `.cell-eval2.json`. Changing it reruns nothing."""
 
     @field_validator("bridges", mode="before")
     @classmethod

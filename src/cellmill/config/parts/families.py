@@ -30,15 +30,12 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     )
     covariates: ClassVar[bool] = True
 
-    family: Literal["encoder"] = Field(
-        "encoder", description="A pre-norm transformer encoder whose tokens attend to all tokens of their cell."
-    )
-    pooling: Literal["mean", "cls", "attention"] = Field(
-        "mean",
-        description="Cell embedding: mean of its tokens' states (mean), the state of a learned token before them "
-        "(cls), or their mean weighted by a learned query (attention). Only mean works with objectives that do not "
-        "read the embedding, such as masked_gene with cell_loss_weight 0.",
-    )
+    family: Literal["encoder"] = "encoder"
+    """A pre-norm transformer encoder whose tokens attend to all tokens of their cell."""
+    pooling: Literal["mean", "cls", "attention"] = "mean"
+    """Cell embedding: mean of its tokens' states (mean), the state of a learned token before them (cls), or their mean
+    weighted by a learned query (attention). Only mean works with objectives that do not read the embedding, such as
+    masked_gene with cell_loss_weight 0."""
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.pooling != "mean" and tokens.covariates:
@@ -57,15 +54,12 @@ class AutoregressiveConfig(TransformerConfig):
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("next_gene",)
 
-    family: Literal["autoregressive"] = Field(
-        "autoregressive",
-        description="A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For "
-        "generating cells; nothing shows that its embeddings are better.",
-    )
+    family: Literal["autoregressive"] = "autoregressive"
+    """A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For generating cells;
+    nothing shows that its embeddings are better."""
     layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
-    pooling: Literal["mean", "last"] = Field(
-        "mean", description="Cell embedding: mean of its tokens' states, or the state of its last token."
-    )
+    pooling: Literal["mean", "last"] = "mean"
+    """Cell embedding: mean of its tokens' states, or the state of its last token."""
 
 
 class BertFamilyConfig(PostNormConfig):
@@ -75,11 +69,9 @@ class BertFamilyConfig(PostNormConfig):
     token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)  # rows of the embedding of places
     value_kinds: ClassVar[tuple[str, ...]] = ("place",)
 
-    family: Literal["bert"] = Field(
-        "bert",
-        description="BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm "
-        "blocks. The command import converts Geneformer's weights to one.",
-    )
+    family: Literal["bert"] = "bert"
+    """BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm blocks. The
+    command import converts Geneformer's weights to one."""
 
 
 class ScgptConfig(PostNormConfig):
@@ -88,11 +80,9 @@ class ScgptConfig(PostNormConfig):
     implementation: ClassVar[str] = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class",)
 
-    family: Literal["scgpt"] = Field(
-        "scgpt",
-        description="scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the "
-        "cell embedding is normalised to length 1. The command import converts scGPT's weights to one.",
-    )
+    family: Literal["scgpt"] = "scgpt"
+    """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the cell embedding is
+    normalised to length 1. The command import converts scGPT's weights to one."""
     cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
 
 
@@ -105,11 +95,8 @@ class ProfileConfig(GeneVectorsConfig, FamilyConfig):
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "ffn_width")
     sequence_parallel: ClassVar[bool] = False
 
-    family: Literal["profile"] = Field(
-        "profile",
-        description="An MLP on the expression profile, without attention: fast, and the small model that a transformer "
-        "has to beat.",
-    )
+    family: Literal["profile"] = "profile"
+    """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
     hidden: int = Field(256, ge=8, description="Width of the residual stream and of the embedding.")
     layers: int = Field(2, ge=0, description="Feed-forward blocks.")
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
@@ -146,29 +133,20 @@ class HfConfig(FamilyConfig):
     compiles: ClassVar[bool] = False
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "architecture", "residue_ids")
 
-    family: Literal["hf"] = Field(
-        "hf",
-        description="An encoder or causal model of the transformers library, such as ESM-2, from its config.json. "
-        "Cells of a micro-batch are padded to the longest. Dropout is off, and remote code is never run.",
-    )
-    path: str | None = Field(
-        None,
-        description="Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face "
-        "hub model in this machine's cache (`hf download NAME`); null if architecture is given.",
-    )
+    family: Literal["hf"] = "hf"
+    """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
+    micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
+    path: str | None = None
+    """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face hub model in
+    this machine's cache (`hf download NAME`); null if architecture is given."""
     revision: str | None = Field(None, description="Revision of a hub name: a branch, tag or commit; null is main.")
-    weights: Literal["pretrained", "random"] = Field(
-        "pretrained",
-        description="Initial weights: those of the folder, or random ones, with the config's initializer range.",
-    )
-    architecture: dict[str, Any] | None = Field(
-        None, description="Contents of a config.json; null reads the one in path."
-    )
-    residue_ids: dict[str, int] | None = Field(
-        None,
-        description="Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of "
-        "path. Without one, tokens are numbered as in the corpus.",
-    )
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """Initial weights: those of the folder, or random ones, with the config's initializer range."""
+    architecture: dict[str, Any] | None = None
+    """Contents of a config.json; null reads the one in path."""
+    residue_ids: dict[str, int] | None = None
+    """Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of path. Without one,
+    tokens are numbered as in the corpus."""
 
     @model_validator(mode="before")
     @classmethod
@@ -284,6 +262,5 @@ class AutoencoderConfig(EncoderConfig):
         description="A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the "
         "cell embedding. The objective, query_decoding or cell_decoding, provides the decoder.",
     )
-    latent: int | None = Field(
-        64, ge=1, description="Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."
-    )
+    latent: int | None = Field(64, ge=1)
+    """Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."""

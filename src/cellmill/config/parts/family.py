@@ -18,22 +18,15 @@ from cellmill.config.section import Section
 class GeneVectorsConfig(Section):
     """Pretrained gene vectors from a file, for example of a protein or text model."""
 
-    gene_vectors: str | None = Field(
-        None,
-        description="File with a vector per gene, by Ensembl id or symbol: .npy with shape (genes, dim) and the names, "
-        "one per line, in the file of the same name with .genes.txt in place of .npy; .safetensors with a tensor "
-        "per name; or .tsv or .csv with a gene and its numbers per line. The vector is projected by a learned "
-        "matrix and added to the gene's learned embedding; a gene without a vector has only the learned embedding.",
-    )
-    gene_vector_dim: int | None = Field(
-        None,
-        ge=1,
-        description="Dimension of the vectors; null means no vectors. Without a file the vectors are those of "
-        "init_from.",
-    )
-    train_gene_vectors: bool = Field(
-        False, description="Also train the vectors; otherwise only their projection is trained."
-    )
+    gene_vectors: str | None = None
+    """File with a vector per gene, by Ensembl id or symbol: .npy with shape (genes, dim) and the names, one per line,
+    in the file of the same name with .genes.txt in place of .npy; .safetensors with a tensor per name; or .tsv or .csv
+    with a gene and its numbers per line. The vector is projected by a learned matrix and added to the gene's learned
+    embedding; a gene without a vector has only the learned embedding."""
+    gene_vector_dim: int | None = Field(None, ge=1)
+    """Dimension of the vectors; null means no vectors. Without a file the vectors are those of init_from."""
+    train_gene_vectors: bool = False
+    """Also train the vectors; otherwise only their projection is trained."""
 
     @model_validator(mode="after")
     def _vectors_have_a_length(self) -> Self:
@@ -124,11 +117,8 @@ class SizedFamilyConfig(FamilyConfig):
     A size is replaced by its numbers before they are validated: a run by name is the run with these numbers.
     """
 
-    size: SizeName | None = Field(
-        None,
-        exclude=True,
-        description="Named size (docs/objectives.md): sets hidden, layers and heads if they are not given.",
-    )
+    size: SizeName | None = Field(None, exclude=True)
+    """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,15 +165,12 @@ class PostNormConfig(TransformerConfig):
     layers: int = Field(6, ge=1, description="Transformer blocks.")
     activation: Literal["gelu", "relu"] = Field("relu", description="Activation inside the feed-forward layers.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
-    ends: Literal["none", "cls", "cls_eos"] = Field(
-        "none", description="Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."
-    )
-    pooling: Literal["mean", "cls"] = Field(
-        "mean", description="Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."
-    )
-    embed_layer: int = Field(
-        0, le=0, description="Block whose output is pooled when cells are embedded: 0 is the last, -1 the one before."
-    )
+    ends: Literal["none", "cls", "cls_eos"] = "none"
+    """Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
+    embed_layer: int = Field(0, le=0)
+    """Block whose output is pooled when cells are embedded: 0 is the last, -1 the one before."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -18,19 +18,13 @@ class MethodConfig(Plugin):
     default: ClassVar[str | None] = "full"
 
     method: str
-    new_genes: Literal["random", "mean"] = Field(
-        "random",
-        description="Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: "
-        "random, as in a new model, or the mean over the genes it has. With model.gene_vectors such genes also get "
-        "their own vector, if the file has one (the same file as that of the model).",
-    )
-    min_known_frac: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Minimum fraction of a corpus cell's expressed genes that the model of init_from must have; "
-        "below it the training is refused.",
-    )
+    new_genes: Literal["random", "mean"] = "random"
+    """Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: random, as in a new
+    model, or the mean over the genes it has. With model.gene_vectors such genes also get their own vector, if the file
+    has one (the same file as that of the model)."""
+    min_known_frac: float = Field(0.01, ge=0, le=1)
+    """Minimum fraction of a corpus cell's expressed genes that the model of init_from must have; below it the training
+    is refused."""
 
 
 class FullConfig(MethodConfig):
@@ -39,27 +33,16 @@ class FullConfig(MethodConfig):
     implementation: ClassVar[str] = "cellmill.finetune.method:Full"
 
     method: Literal["full"] = Field("full", description="Every parameter trains.")
-    trunk_lr_frac: float = Field(
-        1.0,
-        gt=0,
-        description="Learning rate of the trunk (everything except the objective's heads) as a fraction of "
-        "train.lr, the rate of the heads.",
-    )
-    layer_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Factor of the learning rate from each block to the previous one: of N blocks, block i from 0 has "
-        "layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole trunk.",
-    )
+    trunk_lr_frac: float = Field(1.0, gt=0)
+    """Learning rate of the trunk (everything except the objective's heads) as a fraction of train.lr, the rate of the
+    heads."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor of the learning rate from each block to the previous one: of N blocks, block i from 0 has layer_decay **
+    (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole trunk."""
     head_steps: int = Field(0, ge=0, description="Number of initial optimizer steps that train only the heads.")
-    block_steps: int = Field(
-        0,
-        ge=0,
-        description="Steps between unfreezing a block and the block before it; the last block, with the norm after it, "
-        "starts after head_steps, and the embeddings start after the first block. 0: all start after "
-        "head_steps.",
-    )
+    block_steps: int = Field(0, ge=0)
+    """Steps between unfreezing a block and the block before it; the last block, with the norm after it, starts after
+    head_steps, and the embeddings start after the first block. 0: all start after head_steps."""
 
 
 class HeadOnlyConfig(MethodConfig):
@@ -77,9 +60,8 @@ class PartialConfig(MethodConfig):
 
     method: Literal["partial"] = Field("partial", description="Heads and the last blocks train; the rest is frozen.")
     last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
-    trunk_lr_frac: float = Field(
-        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr, the rate of the heads."
-    )
+    trunk_lr_frac: float = Field(0.01, gt=0)
+    """Learning rate of these blocks as a fraction of train.lr, the rate of the heads."""
 
 
 class LoraConfig(MethodConfig):
@@ -87,18 +69,12 @@ class LoraConfig(MethodConfig):
 
     implementation: ClassVar[str] = "cellmill.finetune.lora:Lora"
 
-    method: Literal["lora"] = Field(
-        "lora",
-        description="Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and also "
-        "stored beside it in the layout of the package peft.",
-    )
+    method: Literal["lora"] = "lora"
+    """Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and also stored beside it in
+    the layout of the package peft."""
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
-    targets: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks.",
-    )
-    trunk_lr_frac: float = Field(
-        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr, the rate of the heads."
-    )
+    targets: list[str] | None = Field(None, min_length=1)
+    """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks."""
+    trunk_lr_frac: float = Field(0.1, gt=0)
+    """Learning rate of the adapters as a fraction of train.lr, the rate of the heads."""

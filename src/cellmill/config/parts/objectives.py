@@ -28,25 +28,14 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     reads_zeros: ClassVar[bool] = True
 
     mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
-    random_frac: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Fraction of the masked tokens that show random content in training instead of a mask: a random "
-        "gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 masks all.",
-    )
-    keep_frac: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Fraction of the masked tokens that show their own content in training (BERT 0.1).",
-    )
-    cell_loss_weight: float = Field(
-        1.0,
-        ge=0,
-        description="Weight of a second loss: predict the masked tokens from the cell embedding and the visible half "
-        "of each token (scGPT's GEPC). 0 turns it off.",
-    )
+    random_frac: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the masked tokens that show random content in training instead of a mask: a random gene of the
+    vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 masks all."""
+    keep_frac: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the masked tokens that show their own content in training (BERT 0.1)."""
+    cell_loss_weight: float = Field(1.0, ge=0)
+    """Weight of a second loss: predict the masked tokens from the cell embedding and the visible half of each token
+    (scGPT's GEPC). 0 turns it off."""
 
     @model_validator(mode="after")
     def _some_are_hidden(self) -> Self:
@@ -68,13 +57,11 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedValue"
 
     name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
-    renormalize: bool = Field(
-        False,
-        description="Compute values of visible tokens only from visible counts; set it to yes in new runs. "
-        "Otherwise they leak the answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of "
-        "the hidden ones, and bins shift with hidden counts. The values to predict are always those of the whole "
-        "cell. The default is off so that earlier runs stay reproducible.",
-    )
+    renormalize: bool = False
+    """Compute values of visible tokens only from visible counts; set it to yes in new runs. Otherwise they leak the
+    answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of the hidden ones, and bins shift
+    with hidden counts. The values to predict are always those of the whole cell. The default is off so that earlier
+    runs stay reproducible."""
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
@@ -109,9 +96,8 @@ class HiddenShareConfig(ObjectiveConfig):
     """Options of objectives that hide a random fraction of each cell."""
 
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
-    max_hidden_frac: float = Field(
-        0.8, gt=0, lt=1, description="Maximum; the fraction is drawn uniformly between both for each cell and step."
-    )
+    max_hidden_frac: float = Field(0.8, gt=0, lt=1)
+    """Maximum; the fraction is drawn uniformly between both for each cell and step."""
 
     @model_validator(mode="after")
     def _fractions_in_order(self) -> Self:
@@ -131,19 +117,12 @@ class QueryDecodingConfig(HiddenShareConfig):
     draws_view: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = False
 
-    name: Literal["query_decoding"] = Field(
-        "query_decoding",
-        description="Predict the values of hidden genes one by one, zeros included; the decoder receives the gene.",
-    )
-    max_asked: int = Field(
-        256,
-        ge=1,
-        description="Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's "
-        "memory.",
-    )
-    undetected_ratio: float = Field(
-        1.0, gt=0, description="Number of hidden undetected genes to predict per detected one."
-    )
+    name: Literal["query_decoding"] = "query_decoding"
+    """Predict the values of hidden genes one by one, zeros included; the decoder receives the gene."""
+    max_asked: int = Field(256, ge=1)
+    """Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's memory."""
+    undetected_ratio: float = Field(1.0, gt=0)
+    """Number of hidden undetected genes to predict per detected one."""
     decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
     decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
 
@@ -160,15 +139,11 @@ class NextGeneConfig(ObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.next_gene:NextGene"
 
-    name: Literal["next_gene"] = Field(
-        "next_gene", description="Predict each next gene of a cell in rank order, its value, and the cell's end."
-    )
-    value_loss_weight: float = Field(
-        1.0,
-        ge=0,
-        description="Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns "
-        "it off; tokenizers without values have none.",
-    )
+    name: Literal["next_gene"] = "next_gene"
+    """Predict each next gene of a cell in rank order, its value, and the cell's end."""
+    value_loss_weight: float = Field(1.0, ge=0)
+    """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns it off; tokenizers
+    without values have none."""
 
 
 BALANCED = "balanced"
@@ -182,10 +157,8 @@ class LabelConfig(ObjectiveConfig):
     hides_tokens: ClassVar[bool] = False
     label_option: ClassVar[str | None] = "label_column"
 
-    label_column: str = Field(
-        description="obs column of the label. Cells without a label are ignored; test cells are in no shard that a "
-        "training reads."
-    )
+    label_column: str
+    """obs column of the label. Cells without a label are ignored; test cells are in no shard that a training reads."""
 
     def columns(self) -> Columns:
         return Columns(levels={self.label_column: "objective.label_column"})
@@ -197,30 +170,21 @@ class ClassificationConfig(LabelConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Classification"
     families: ClassVar[tuple[str, ...]] = ENCODING
 
-    name: Literal["classification"] = Field(
-        "classification",
-        description="Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model "
-        "cards and tables mark the run as supervised.",
-    )
-    class_weights: Literal["balanced"] | dict[str, float] | None = Field(
-        None,
-        description="Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a "
-        "label with n of the N labelled training cells, with K labels; train writes the numbers into the run.",
-    )
-    head_hidden: int | None = Field(
-        None, ge=1, description="Width of a hidden layer between embedding and labels; null is a linear classifier."
-    )
-    head_dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
-    )
+    name: Literal["classification"] = "classification"
+    """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model cards and
+    tables mark the run as supervised."""
+    class_weights: Literal["balanced"] | dict[str, float] | None = None
+    """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a label with n of
+    the N labelled training cells, with K labels; train writes the numbers into the run."""
+    head_hidden: int | None = Field(None, ge=1)
+    """Width of a hidden layer between embedding and labels; null is a linear classifier."""
+    head_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the last layer of the head, the same in every layout."""
 
-    adversarial_scale: float | None = Field(
-        None,
-        gt=0,
-        description="As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so "
-        "that the head learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 "
-        "embeddings collapsed). Such a label is not predicted. null trains head and model together.",
-    )
+    adversarial_scale: float | None = Field(None, gt=0)
+    """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so that the head
+    learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 embeddings collapsed).
+    Such a label is not predicted. null trains head and model together."""
 
     @field_validator("class_weights")
     @classmethod
@@ -256,16 +220,11 @@ class SupervisedContrastiveConfig(LabelConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.contrastive:SupervisedContrastive"
 
-    name: Literal["supervised_contrastive"] = Field(
-        "supervised_contrastive",
-        description="Supervised contrastive loss: separate cells of one label from all others of the global batch, by "
-        "their embeddings (Khosla et al. 2020). Model cards and tables mark the run as supervised.",
-    )
-    temperature: float = Field(
-        0.1,
-        gt=0,
-        description="Temperature, which divides cosine similarities; lower values give the nearest cells more weight.",
-    )
+    name: Literal["supervised_contrastive"] = "supervised_contrastive"
+    """Supervised contrastive loss: separate cells of one label from all others of the global batch, by their embeddings
+    (Khosla et al. 2020). Model cards and tables mark the run as supervised."""
+    temperature: float = Field(0.1, gt=0)
+    """Temperature, which divides cosine similarities; lower values give the nearest cells more weight."""
 
 
 class RegressionConfig(ObjectiveConfig):
@@ -276,37 +235,25 @@ class RegressionConfig(ObjectiveConfig):
     label_option: ClassVar[str | None] = "target_column"
     families: ClassVar[tuple[str, ...]] = ENCODING
 
-    name: Literal["regression"] = Field(
-        "regression",
-        description="Predict a number per cell from its embedding; `cellmill predict` then predicts it for other "
-        "cells. Model cards and tables mark the run as supervised.",
-    )
-    target_column: str = Field(
-        description="obs column of the target; cells without a value are ignored. It is standardised: the model learns "
-        "(target - target_mean) / target_std, and predictions are in the column's own unit."
-    )
-    loss: Literal["mse", "huber", "pearson"] = Field(
-        "mse",
-        description="mse: squared error; huber: Huber loss, linear above huber_delta (Huber 1964); pearson: 1 minus "
-        "Pearson's correlation over the cells of a global batch, in training and in validation. With pearson, "
-        "scale and offset of the predictions are arbitrary, as they do not change the loss.",
-    )
-    huber_delta: float = Field(
-        1.0,
-        gt=0,
-        description="Threshold of the Huber loss, in standard deviations of the target; read with loss huber.",
-    )
-    target_mean: float | None = Field(
-        None,
-        description="Mean of the target; null computes it from the training cells, and train writes it into the run.",
-    )
+    name: Literal["regression"] = "regression"
+    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells. Model cards
+    and tables mark the run as supervised."""
+    target_column: str
+    """obs column of the target; cells without a value are ignored. It is standardised: the model learns (target -
+    target_mean) / target_std, and predictions are in the column's own unit."""
+    loss: Literal["mse", "huber", "pearson"] = "mse"
+    """mse: squared error; huber: Huber loss, linear above huber_delta (Huber 1964); pearson: 1 minus Pearson's
+    correlation over the cells of a global batch, in training and in validation. With pearson, scale and offset of the
+    predictions are arbitrary, as they do not change the loss."""
+    huber_delta: float = Field(1.0, gt=0)
+    """Threshold of the Huber loss, in standard deviations of the target; read with loss huber."""
+    target_mean: float | None = None
+    """Mean of the target; null computes it from the training cells, and train writes it into the run."""
     target_std: float | None = Field(None, gt=0, description="Standard deviation of the target; null likewise.")
-    number_hidden: int | None = Field(
-        None, ge=1, description="Width of a hidden layer between embedding and target; null is a linear model."
-    )
-    number_dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout before the last layer of the head, the same in every layout."
-    )
+    number_hidden: int | None = Field(None, ge=1)
+    """Width of a hidden layer between embedding and target; null is a linear model."""
+    number_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the last layer of the head, the same in every layout."""
 
     def columns(self) -> Columns:
         return Columns(numbers={self.target_column: "objective.target_column"})
@@ -357,12 +304,11 @@ class SumConfig(ObjectiveConfig):
         dict[str, SerializeAsAny[ObjectiveConfig]],
         BeforeValidator(_parts),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
-    ] = Field(
-        description="Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may "
-        "have any name, with the objective in `name`, so that several parts can predict different columns. At most "
-        "one part may define a view (cell_decoding, denoise, query_decoding), which all parts then see, and at most "
-        "one may hide tokens (masked_value, masked_gene, next_gene). Weights are above 0.",
-    )
+    ]
+    """Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may have any name, with
+    the objective in `name`, so that several parts can predict different columns. At most one part may define a view
+    (cell_decoding, denoise, query_decoding), which all parts then see, and at most one may hide tokens (masked_value,
+    masked_gene, next_gene). Weights are above 0."""
 
     @model_validator(mode="after")
     def _one_view_and_one_mask(self) -> Self:
@@ -412,54 +358,34 @@ class DecodingConfig(HiddenShareConfig):
     draws_view: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = False
 
-    likelihood: Literal["softmax", "nb"] = Field(
-        "softmax",
-        description="softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of "
-        "every gene, zeros included; the mean is the softmax times the sum of the cell's counts to predict, "
-        "the dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.",
-    )
-    weights: Literal["log1p", "counts"] = Field(
-        "log1p",
-        description="Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial "
-        "likelihood); the weights of a cell sum to 1.",
-    )
-    decoder_hidden: int | None = Field(
-        256, ge=1, description="Width of the decoder's hidden layer; null is a linear decoder."
-    )
-    view_loss: Literal["vicreg"] | None = Field(
-        None,
-        description="A second loss, in training only, on the embeddings of a cell's shown and hidden part over the "
-        "global batch; it encodes both parts, in two forward passes. vicreg: variance-invariance-covariance "
-        "regularisation (Bardes et al. 2022).",
-    )
+    likelihood: Literal["softmax", "nb"] = "softmax"
+    """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of every gene,
+    zeros included; the mean is the softmax times the sum of the cell's counts to predict, the dispersion is learned per
+    gene. Genes cut off by tokens.max_tokens count as zeros."""
+    weights: Literal["log1p", "counts"] = "log1p"
+    """Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial likelihood); the weights
+    of a cell sum to 1."""
+    decoder_hidden: int | None = Field(256, ge=1)
+    """Width of the decoder's hidden layer; null is a linear decoder."""
+    view_loss: Literal["vicreg"] | None = None
+    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the global batch; it
+    encodes both parts, in two forward passes. vicreg: variance-invariance-covariance regularisation (Bardes et al.
+    2022)."""
     # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
-    invariance_weight: float = Field(
-        0.1,
-        ge=0,
-        description="Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has "
-        "weight 1.",
-    )
-    variance_weight: float = Field(
-        0.1, ge=0, description="Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."
-    )
+    invariance_weight: float = Field(0.1, ge=0)
+    """Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has weight 1."""
+    variance_weight: float = Field(0.1, ge=0)
+    """Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."""
     covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
-    batch_column: str | None = Field(
-        None,
-        description="obs column, or `dataset`, of the cell's batch. The decoder gets a term per batch, so that the "
-        "cell embedding need not encode the batch; null has none.",
-    )
-    batch_adversary: float | None = Field(
-        None,
-        gt=0,
-        description="Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the "
-        "cell embedding; requires batch_column. null has none.",
-    )
-    batch_adversary_scale: float = Field(
-        0.02,
-        gt=0,
-        description="Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their "
-        "product is large, the embedding collapses.",
-    )
+    batch_column: str | None = None
+    """obs column, or `dataset`, of the cell's batch. The decoder gets a term per batch, so that the cell embedding need
+    not encode the batch; null has none."""
+    batch_adversary: float | None = Field(None, gt=0)
+    """Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the cell embedding;
+    requires batch_column. null has none."""
+    batch_adversary_scale: float = Field(0.02, gt=0)
+    """Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their product is large,
+    the embedding collapses."""
 
     @model_validator(mode="after")
     def _options_are_read(self) -> Self:
@@ -500,15 +426,11 @@ class DecodingConfig(HiddenShareConfig):
 class CellDecodingConfig(DecodingConfig):
     """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
 
-    name: Literal["cell_decoding"] = Field(
-        "cell_decoding", description="Predict the hidden part of a cell's expression from the cell embedding."
-    )
-    view: Literal["drop_thin", "thin", "drop"] = Field(
-        "drop_thin",
-        description="Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial "
-        "draw of each count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The "
-        "rest is hidden.",
-    )
+    name: Literal["cell_decoding"] = "cell_decoding"
+    """Predict the hidden part of a cell's expression from the cell embedding."""
+    view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
+    """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial draw of each
+    count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The rest is hidden."""
     target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
 
 
@@ -530,26 +452,18 @@ class PerturbationResponseConfig(DecodingConfig):
     label_option: ClassVar[str | None] = "perturbation_column"
     families: ClassVar[tuple[str, ...]] = ("profile", "encoder", "autoencoder", "scgpt")
 
-    name: Literal["perturbation_response"] = Field(
-        "perturbation_response",
-        description="Predict the hidden part of a cell's expression from its embedding and its perturbation, so "
-        "that the model can predict a control's expression under a perturbation. Task perturbation evaluates it.",
-    )
+    name: Literal["perturbation_response"] = "perturbation_response"
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
+    predict a control's expression under a perturbation. Task perturbation evaluates it."""
     likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
-    weights: Literal["counts"] = Field(
-        "counts",
-        description="Weight of a gene in its cell's cross-entropy: its count, because expression changes are "
-        "measured in counts.",
-    )
-    perturbation_column: str = Field(
-        "perturbation", description="obs column of the perturbation; cells without a value are not targets."
-    )
+    weights: Literal["counts"] = "counts"
+    """Weight of a gene in its cell's cross-entropy: its count, because expression changes are measured in counts."""
+    perturbation_column: str = "perturbation"
+    """obs column of the perturbation; cells without a value are not targets."""
     control: str = Field(description="Value that marks unperturbed cells.")
-    perturbed_genes: dict[str, list[int]] | None = Field(
-        None,
-        description="Token ids of the genes of each perturbation; null finds the genes that perturbations are named "
-        "after (several joined by +), and train writes them into the run.",
-    )
+    perturbed_genes: dict[str, list[int]] | None = None
+    """Token ids of the genes of each perturbation; null finds the genes that perturbations are named after (several
+    joined by +), and train writes them into the run."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:

@@ -52,9 +52,8 @@ class ReconstructConfig(TaskConfig):
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
 
     name: Literal["reconstruct"] = Field("reconstruct", description="Name of the task.")
-    objective: dict[str, Any] = Field(
-        {}, description="Options of the training objective to override here, for instance `mask_frac`."
-    )
+    objective: dict[str, Any] = Field({})
+    """Options of the training objective to override here, for instance `mask_frac`."""
 
     @field_validator("objective")
     @classmethod
@@ -71,9 +70,8 @@ class FewShotConfig(TaskConfig):
     reads_label: ClassVar[bool] = True
 
     name: Literal["few_shot"] = Field("few_shot", description="Name of the task.")
-    shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        [5, 10, 20], min_length=1, description="Numbers of training cells per class."
-    )
+    shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([5, 10, 20], min_length=1)
+    """Numbers of training cells per class."""
     draws: int = Field(10, ge=2, description="Number of random draws of the training cells.")
     neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
 
@@ -85,11 +83,8 @@ class LeaveOutConfig(TaskConfig):
     reads_label: ClassVar[bool] = True
 
     name: Literal["leave_out"] = Field("leave_out", description="Name of the task.")
-    roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(
-        ["donor", "batch"],
-        min_length=1,
-        description="Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored.",
-    )
+    roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(["donor", "batch"], min_length=1)
+    """Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored."""
     most_folds: int = MOST_FOLDS
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
 
@@ -98,9 +93,8 @@ class DegradedConfig(TaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
 
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
-    repeats: int = Field(
-        3, ge=1, description="Number of random draws of the removed counts or genes, each with different folds."
-    )
+    repeats: int = Field(3, ge=1)
+    """Number of random draws of the removed counts or genes, each with different folds."""
 
 
 class LowDepthConfig(DegradedConfig):
@@ -110,9 +104,8 @@ class LowDepthConfig(DegradedConfig):
     reads_label: ClassVar[bool] = True
 
     name: Literal["low_depth"] = Field("low_depth", description="Name of the task.")
-    count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
-        [0.3, 0.1], min_length=1, description="Fractions of the counts to keep."
-    )
+    count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field([0.3, 0.1], min_length=1)
+    """Fractions of the counts to keep."""
 
 
 class MissingGenesConfig(DegradedConfig):
@@ -122,9 +115,8 @@ class MissingGenesConfig(DegradedConfig):
     reads_label: ClassVar[bool] = True
 
     name: Literal["missing_genes"] = Field("missing_genes", description="Name of the task.")
-    genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(
-        [200, 75], min_length=1, description="Numbers of genes to keep, drawn from the expressed ones."
-    )
+    genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([200, 75], min_length=1)
+    """Numbers of genes to keep, drawn from the expressed ones."""
 
 
 class PerturbationConfig(TaskConfig):
@@ -134,31 +126,22 @@ class PerturbationConfig(TaskConfig):
 
     name: Literal["perturbation"] = Field("perturbation", description="Name of the task.")
     held_out: Annotated[list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce] = Field(
-        ["perturbation", "donor", "batch"],
-        min_length=1,
-        description="Roles to leave out by value: perturbations, or any other role that the dataset has; label "
-        "stands for cell types.",
+        ["perturbation", "donor", "batch"], min_length=1
     )
-    min_cells: int = Field(
-        20, ge=4, description="Perturbations with fewer cells (per donor if donors are left out) are not used."
-    )
-    top_genes: int = Field(
-        20,
-        ge=1,
-        description="Number of genes with the largest measured change over which the predicted direction is scored.",
-    )
-    seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation over perturbations, with `evaluate.folds` folds each."
-    )
+    """Roles to leave out by value: perturbations, or any other role that the dataset has; label stands for cell
+    types."""
+    min_cells: int = Field(20, ge=4)
+    """Perturbations with fewer cells (per donor if donors are left out) are not used."""
+    top_genes: int = Field(20, ge=1)
+    """Number of genes with the largest measured change over which the predicted direction is scored."""
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation over perturbations, with `evaluate.folds` folds each."""
     most_folds: int = MOST_FOLDS
-    neighbors: int = Field(
-        5, ge=1, description="k of the kNN average: perturbations of the genes with the most similar vectors."
-    )
-    priors: dict[Annotated[str, AfterValidator(check_name)], str] = Field(
-        {},
-        description="Files of gene vectors by name, such as of STRING or of a protein language model, in the formats "
-        "of model.gene_vectors: new perturbations are predicted from the vectors of their genes.",
-    )
+    neighbors: int = Field(5, ge=1)
+    """k of the kNN average: perturbations of the genes with the most similar vectors."""
+    priors: dict[Annotated[str, AfterValidator(check_name)], str] = Field({})
+    """Files of gene vectors by name, such as of STRING or of a protein language model, in the formats of
+    model.gene_vectors: new perturbations are predicted from the vectors of their genes."""
 
     def paths(self) -> dict[str, str]:
         return {f"priors.{name}": path for name, path in self.priors.items()}
@@ -170,20 +153,15 @@ class ImputationConfig(TaskConfig):
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.imputation:Imputation"
 
     name: Literal["imputation"] = Field("imputation", description="Name of the task.")
-    hidden_frac: float = Field(
-        0.2, gt=0, le=0.9, description="Fraction of the genes to hide: a seeded draw, the same for all cells."
-    )
-    genes: Annotated[list[str], EachOnce] | None = Field(
-        None,
-        min_length=1,
-        description="Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them.",
-    )
+    hidden_frac: float = Field(0.2, gt=0, le=0.9)
+    """Fraction of the genes to hide: a seeded draw, the same for all cells."""
+    genes: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)
+    """Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them."""
     max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
     min_cells: int = Field(10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden.")
     neighbors: int = Field(15, ge=1, description="k of the kNN average.")
-    seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation; one if the folds are donors or batches."
-    )
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation; one if the folds are donors or batches."""
     most_folds: int = MOST_FOLDS
 
 
@@ -194,21 +172,15 @@ class GeneEmbeddingConfig(TaskConfig):
     files: ClassVar[tuple[str, ...]] = ("gene_sets", "transcription_factors")
 
     name: Literal["gene_embedding"] = Field("gene_embedding", description="Name of the task.")
-    gene_sets: str | None = Field(
-        None, description="GMT file of gene sets: per line a name, a description and the genes, tab-separated."
-    )
-    transcription_factors: str | None = Field(
-        None, description="File of transcription factors, one per line, by Ensembl id or symbol."
-    )
+    gene_sets: str | None = None
+    """GMT file of gene sets: per line a name, a description and the genes, tab-separated."""
+    transcription_factors: str | None = None
+    """File of transcription factors, one per line, by Ensembl id or symbol."""
     min_genes: int = Field(10, ge=2, description="Gene sets with fewer known genes are skipped, by name.")
-    max_others: int = Field(
-        2000,
-        ge=50,
-        description="Maximum number of genes outside all sets: a seeded draw of those that training cells express.",
-    )
-    seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation and of the draw, with `evaluate.folds` folds each."
-    )
+    max_others: int = Field(2000, ge=50)
+    """Maximum number of genes outside all sets: a seeded draw of those that training cells express."""
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation and of the draw, with `evaluate.folds` folds each."""
 
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
@@ -226,19 +198,15 @@ class GrnConfig(TaskConfig):
     files: ClassVar[tuple[str, ...]] = ("edges",)
 
     name: Literal["grn"] = Field("grn", description="Name of the task.")
-    edges: str = Field(
-        description="File of edges: per line a transcription factor and a target, tab-separated, by Ensembl id or "
-        "symbol; further columns are ignored."
-    )
-    min_edges: int = Field(
-        20, ge=1, description="Minimum number of edges between known genes; with fewer the task fails."
-    )
-    min_targets: int = Field(
-        3, ge=1, description="Transcription factors with fewer known targets are skipped, by name."
-    )
-    absolute: bool = Field(
-        False, description="Rank pairs by absolute similarity, so that negative similarities count equally."
-    )
+    edges: str
+    """File of edges: per line a transcription factor and a target, tab-separated, by Ensembl id or symbol; further
+    columns are ignored."""
+    min_edges: int = Field(20, ge=1)
+    """Minimum number of edges between known genes; with fewer the task fails."""
+    min_targets: int = Field(3, ge=1)
+    """Transcription factors with fewer known targets are skipped, by name."""
+    absolute: bool = False
+    """Rank pairs by absolute similarity, so that negative similarities count equally."""
 
 
 MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
@@ -254,10 +222,9 @@ class ClusteringConfig(TaskConfig):
     neighbors: int = Field(15, ge=2, description="k of the neighbour graph.")
     resolution: float = Field(1.0, gt=0, description="Fixed Leiden resolution.")
     resolutions: Annotated[list[Annotated[float, Field(gt=0)]], EachOnce] = Field(
-        [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0],
-        min_length=1,
-        description="Leiden resolutions; the best one for each feature set is chosen with the label.",
+        [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0], min_length=1
     )
+    """Leiden resolutions; the best one for each feature set is chosen with the label."""
     seeds: int = Field(5, ge=1, description="Number of clusterings per resolution, with different seeds.")
     min_cells: int = MIN_CELLS
 
@@ -295,12 +262,10 @@ class TransferConfig(TaskConfig):
     reads_label: ClassVar[bool] = True
 
     name: Literal["transfer"] = Field("transfer", description="Name of the task.")
-    fit_on: Annotated[list[str], EachOnce] = Field(
-        min_length=1, description="Datasets whose labelled cells the classifiers are fitted on."
-    )
-    test_on: Annotated[list[str], EachOnce] | None = Field(
-        None, min_length=1, description="Datasets to test on; null means all other evaluated datasets."
-    )
+    fit_on: Annotated[list[str], EachOnce] = Field(min_length=1)
+    """Datasets whose labelled cells the classifiers are fitted on."""
+    test_on: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)
+    """Datasets to test on; null means all other evaluated datasets."""
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
     ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
 

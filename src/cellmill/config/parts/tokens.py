@@ -28,36 +28,20 @@ class Tokens(Plugin):
     """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for cells."""
 
     tokenizer: str
-    max_tokens: int = Field(
-        2048,
-        ge=1,
-        description="Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end).",
-    )
-    truncation: Literal["top", "random", "variable"] = Field(
-        "top",
-        description="Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a "
-        "random sample, new each epoch in training, and fixed by the cell's counts in validation and embedding. "
-        "variable: the genes that vary most over the corpus, which requires vocabulary.variability.",
-    )
-    zero_frac: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation "
-        "random; fewer if the vocabulary has no more. They count towards max_tokens.",
-    )
-    covariates: Annotated[list[str], EachOnce] = Field(
-        [],
-        description="obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these "
-        "tokens out.",
-    )
-    covariate_unknown_frac: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Probability with which a covariate of a training cell is replaced by the unknown level. Cells get "
-        "this level if a file lacks the column or the corpus lacks the value.",
-    )
+    max_tokens: int = Field(2048, ge=1)
+    """Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end)."""
+    truncation: Literal["top", "random", "variable"] = "top"
+    """Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a random sample, new
+    each epoch in training, and fixed by the cell's counts in validation and embedding. variable: the genes that vary
+    most over the corpus, which requires vocabulary.variability."""
+    zero_frac: float = Field(0.0, ge=0, lt=1)
+    """Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation random; fewer
+    if the vocabulary has no more. They count towards max_tokens."""
+    covariates: Annotated[list[str], EachOnce] = Field([])
+    """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these tokens out."""
+    covariate_unknown_frac: float = Field(0.1, ge=0, le=1)
+    """Probability with which a covariate of a training cell is replaced by the unknown level. Cells get this level if a
+    file lacks the column or the corpus lacks the value."""
 
     @model_validator(mode="after")
     def _chooses_among_values(self) -> Self:
@@ -106,20 +90,15 @@ class BinnedTokens(Tokens):
 
     tokenizer: Literal["binned"] = Field("binned", description="Value: bin of the count, from 1; 0 is no count.")
     bins: int = Field(51, ge=2, description="Number of bins.")
-    binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = Field(
-        "quantile_cell",
-        description="Bin edges. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal steps of "
-        "log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all cells of "
-        "the corpus, which requires vocabulary.quantiles.",
-    )
-    max_value: float = Field(
-        10.0, gt=0, description="Upper edge of the last bin of binning uniform, which also contains larger values."
-    )
-    edges: list[float] | None = Field(
-        None,
-        description="The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; "
-        "null uses those of the run's vocabulary.",
-    )
+    binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = "quantile_cell"
+    """Bin edges. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal steps of log(1 + counts per
+    10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all cells of the corpus, which requires
+    vocabulary.quantiles."""
+    max_value: float = Field(10.0, gt=0)
+    """Upper edge of the last bin of binning uniform, which also contains larger values."""
+    edges: list[float] | None = None
+    """The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; null uses those of
+    the run's vocabulary."""
 
     @property
     def n_values(self) -> int:
@@ -159,9 +138,8 @@ class RankTokens(Tokens):
     implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
 
-    tokenizer: Literal["rank"] = Field(
-        "rank", description="Value: rank of the gene in the cell, sorted by count over corpus median."
-    )
+    tokenizer: Literal["rank"] = "rank"
+    """Value: rank of the gene in the cell, sorted by count over corpus median."""
 
     @property
     def n_values(self) -> int:

@@ -54,10 +54,8 @@ class MlflowConfig(TrackerConfig):
     implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
 
     name: Literal["mlflow"] = Field("mlflow", description="Name of the tracker.")
-    uri: Annotated[str | None, without_password("MLFLOW_TRACKING_URI")] = Field(
-        None,
-        description="Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default.",
-    )
+    uri: Annotated[str | None, without_password("MLFLOW_TRACKING_URI")] = None
+    """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default."""
     experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
 
 
@@ -69,10 +67,8 @@ class WandbConfig(TrackerConfig):
     name: Literal["wandb"] = Field("wandb", description="Name of the tracker.")
     project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
     entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
-    mode: Literal["online", "offline"] | None = Field(
-        None,
-        description="offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE.",
-    )
+    mode: Literal["online", "offline"] | None = None
+    """offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE."""
 
 
 class TrackioConfig(TrackerConfig):
@@ -92,9 +88,8 @@ class CometConfig(TrackerConfig):
     name: Literal["comet"] = Field("comet", description="Name of the tracker.")
     project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
     workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
-    mode: Literal["online", "offline"] = Field(
-        "online", description="offline: zip files in `train/track/comet` of the run, for `comet upload`."
-    )
+    mode: Literal["online", "offline"] = "online"
+    """offline: zip files in `train/track/comet` of the run, for `comet upload`."""
 
 
 class LangfuseConfig(TrackerConfig):
@@ -103,9 +98,8 @@ class LangfuseConfig(TrackerConfig):
     implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
 
     name: Literal["langfuse"] = Field("langfuse", description="Name of the tracker.")
-    host: Annotated[str | None, without_password("LANGFUSE_BASE_URL")] = Field(
-        None, description="Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."
-    )
+    host: Annotated[str | None, without_password("LANGFUSE_BASE_URL")] = None
+    """Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."""
 
 
 class Track(Section):
