@@ -20,7 +20,7 @@ from cellmill.data.shards.archive import archive_shards, restore_shards
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.models.published.geneformer import read_dictionaries
-from cellmill.planner.work import StageCost, corpus_cost
+from cellmill.planner.work import corpus_cost
 
 
 def convert(
@@ -95,7 +95,10 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
     costs = corpus_cost(sizes, genes_per_cell, options.preprocess, options.shard)
     print(f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}")
     for cost in costs:
-        print(_line(cost))
+        print(
+            f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
+            f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
+        )
     gzip, plain = (
         corpus_cost(sizes, genes_per_cell, options.preprocess.model_copy(update={"compression": given}), options.shard)
         for given in ("gzip", None)
@@ -116,10 +119,3 @@ def _cells_of(path: str, counts: str) -> int:
         raise ConfigError(f"{path}: its cells are not known before it is fetched; give --cells")
     with open_dataset(Path(path), counts) as reader:
         return reader.n_obs
-
-
-def _line(cost: StageCost) -> str:
-    return (
-        f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
-        f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
-    )

@@ -1,9 +1,10 @@
 """A corpus: the table of its datasets, and the sections of the stages that make it: preprocess, vocabulary, shard."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cellmill.config.section import Section
 
@@ -61,11 +62,9 @@ class Preprocess(Section):
     times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same. `cellmill
     plan_corpus` prints the disk of both."""
 
-    @model_validator(mode="after")
-    def _orthologs_are_read(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.orthologs is not None and self.reference_organism is None:
-            raise ValueError("orthologs is read with reference_organism alone; set that, or leave orthologs out")
-        return self
+            yield "orthologs is read with reference_organism alone; set that, or leave orthologs out"
 
 
 class VocabularyConfig(Section):
@@ -90,11 +89,9 @@ class VocabularyConfig(Section):
     init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none."""
     protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
 
-    @model_validator(mode="after")
-    def _variable_genes_have_a_number(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.select != "detected" and self.max_genes is None:
-            raise ValueError(f"select {self.select} requires max_genes, the number of genes; set it, usually to 2000")
-        return self
+            yield f"select {self.select} requires max_genes, the number of genes; set it, usually to 2000"
 
 
 class Shard(Section):
@@ -116,16 +113,8 @@ class Shard(Section):
     jobs: int = Field(1, ge=1, le=1000)
     """Number of jobs that write the shards, each a part of them; the shards do not depend on it."""
 
-    @model_validator(mode="after")
-    def _values_are_of_a_column(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.train_values and self.split_by is None:
-            raise ValueError(
-                "train_values requires split_by, the obs column of these values; set it, or leave them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _train_split_is_not_empty(self) -> Self:
+            yield "train_values requires split_by, the obs column of these values; set it, or leave them out"
         if self.val_frac + self.test_frac >= 1:
-            raise ValueError(f"val_frac + test_frac = {self.val_frac + self.test_frac:g} leaves no cells for training")
-        return self
+            yield f"val_frac + test_frac = {self.val_frac + self.test_frac:g} leaves no cells for training"

@@ -7,13 +7,13 @@ is an error, so that no row can vanish. The csv module is used instead of pandas
 import ast
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
 from cellmill.config.corpus import INPUTS, NOT_WILDCARD, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain
@@ -75,23 +75,19 @@ class ObsColumns(Section):
             filter_columns(value)
         return value
 
-    @model_validator(mode="after")
-    def _labels_have_names_and_control_a_column(self) -> Self:
+    def problems(self) -> Iterator[str]:
         labels, names = self.labels, self.label_names
         for key in ("label_name", "label_map"):
             given = getattr(self, key)
             if given is not None and (n := len(given.split("|"))) != len(labels):
-                raise ValueError(f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |")
+                yield f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |"
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"label_name: two labels are called {twice[0]!r}; rename one")
+            yield f"label_name: two labels are called {twice[0]!r}; rename one"
         for label, name in zip(labels, names):
             if name != label and (not name or name in RESERVED):
-                raise ValueError(
-                    f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
-                )
+                yield f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
         if self.control is not None and self.controlled is None:
-            raise ValueError("control is a value of the perturbation or the condition; name one of these columns too")
-        return self
+            yield "control is a value of the perturbation or the condition; name one of these columns too"
 
     @property
     def labels(self) -> list[str]:
@@ -168,7 +164,7 @@ class Dataset(ObsColumns):
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
     """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line."""
-    datasets: dict[str, Dataset] = Field({})
+    datasets: dict[str, Dataset] = {}
     for line, row in read_rows(table, list(Dataset.model_fields)):
         try:
             dataset = Dataset.model_validate(row)
@@ -270,7 +266,7 @@ _QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")  # 
 
 def filter_columns(condition: str) -> list[str]:
     """obs columns that a filter names, in order. Raises ValueError for text that is no expression."""
-    quoted: dict[str, str] = Field({})
+    quoted: dict[str, str] = {}
 
     def plain(match: re.Match[str]) -> str:
         if match[2]:
@@ -296,7 +292,7 @@ class MappedLabel(NamedTuple):
 
 def read_label_map(path: Path) -> dict[str, MappedLabel]:
     """Lines of a label map by `from`, in order. Raises ConfigError naming file and line."""
-    labels: dict[str, MappedLabel] = Field({})
+    labels: dict[str, MappedLabel] = {}
     for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
         if "from" not in row:
             raise ConfigError(f"{path}, line {line}: expected a label in column from, got none; fill it in")

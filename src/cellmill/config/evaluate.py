@@ -2,8 +2,9 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,15 +14,13 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
-    model_validator,
 )
 
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
-from cellmill.config.plugin import by_name
-from cellmill.config.plugin import names as installed
+from cellmill.config.plugin import by_name, check_installed
 from cellmill.config.section import EachOnce, Section
-from cellmill.errors import ConfigError, did_you_mean
+from cellmill.errors import ConfigError
 from cellmill.files import digest
 
 PLACEHOLDERS = ("{cells}", "{out}")
@@ -110,15 +109,12 @@ class Evaluate(Section):
     @classmethod
     def _are_installed(cls, names: list[str]) -> list[str]:
         for name in names:
-            if name not in (known := installed("classifier")):
-                raise ValueError(f"unknown classifier {name!r}; {did_you_mean(name, known)}")
+            check_installed("classifier", name)
         return names
 
-    @model_validator(mode="after")
-    def _gates_of_tasks(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if unknown := [gate.task for gate in self.gate if gate.task not in self.tasks]:
-            raise ValueError(f"gate: task {unknown[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}")
-        return self
+            yield f"gate: task {unknown[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
 
     @model_serializer(mode="wrap")
     def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

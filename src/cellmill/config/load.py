@@ -20,7 +20,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
-from cellmill.config.published import PublishedFolder
+from cellmill.config.published import PublishedFolder, model_folder_of
 from cellmill.config.section import Section, error_line, explain, shown, unknown_key
 from cellmill.config.workflow import Workflow, entries_of, expand, keys_of, mapping, sections_of
 from cellmill.errors import ConfigError, DataError
@@ -102,8 +102,7 @@ def stored_sections(parent: str) -> Tree | None:
     """Sections of the model of a folder, published folder or model of the hub; None if it is not there (yet)."""
     if (published := PublishedFolder.named_by(parent)) is not None:
         return published.sections() if _problem(published) is None else None  # `check_inputs` reports it
-    folder = Path("results/hub", parent.removeprefix("hf://")) if parent.startswith("hf://") else Path(parent)
-    if not (path := folder / "config.json").is_file():
+    if not (path := Path(model_folder_of(parent), "config.json")).is_file():
         return None
     config = read_json(path)
     if not isinstance(config, dict) or any(not isinstance(config.get(key), dict) for key in INHERITED):

@@ -6,10 +6,10 @@ written (launch/submit.py), so they have to be one line, and no more.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from cellmill.config.section import Section
 
@@ -36,7 +36,7 @@ def flags(options: Mapping[str, str | bool]) -> list[str]:
 
 def gpus_in(gres: str) -> dict[str, int]:
     """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
-    gpus: dict[str, int] = Field({})
+    gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
@@ -119,28 +119,22 @@ class Machine(Section):
         """cuda, cpu, or auto: whatever the nodes have."""
         return "cuda" if self.device == "auto" and self.gpus else self.device
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", self.nodes) or not self.node_counts:
             quotes = """; in a profile a range needs both quotes: "'2-4'\"""" if self.nodes.startswith("-") else ""
-            raise ValueError(f"nodes: expected a number such as 2 or a range such as 1-2, got {self.nodes!r}{quotes}")
+            yield f"nodes: expected a number such as 2 or a range such as 1-2, got {self.nodes!r}{quotes}"
         if len(self.node_counts) > 1 and self.launcher != "slurm":
-            raise ValueError(f"nodes: a range such as {self.nodes} requires launcher slurm, got {self.launcher}")
+            yield f"nodes: a range such as {self.nodes} requires launcher slurm, got {self.launcher}"
         if self.gpus_per_node and self.gres:
-            raise ValueError(
-                f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
-            )
+            yield f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
         for key, words, ours in (
             ("sbatch_options", self.sbatch_options, OURS),
             ("srun_options", self.srun_options, OURS_OF_SRUN),
         ):
             if taken := options_in(words).keys() & set(ours):
-                raise ValueError(f"{key}: {min(taken)!r} is set by cellmill and cannot be changed here")
+                yield f"{key}: {min(taken)!r} is set by cellmill and cannot be changed here"
         if self.launcher == "slurm" and 60 * self.runtime <= self.save_within_s:
-            raise ValueError(
-                f"save_within_s {self.save_within_s} leaves no time in a runtime of {self.runtime} min; lower it"
-            )
-        return self
+            yield f"save_within_s {self.save_within_s} leaves no time in a runtime of {self.runtime} min; lower it"
 
     @property
     def srun_flags(self) -> list[str]:

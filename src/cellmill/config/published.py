@@ -95,6 +95,13 @@ class PublishedFolder:
         return geneformer_sections(self.folder) if self.kind == "geneformer" else scgpt_sections(self.folder)
 
 
+def model_folder_of(parent: str) -> str:
+    """The model folder that an `init_from` other than a run names: of a published folder and the hub, the rule's."""
+    if (published := PublishedFolder.named_by(parent)) is not None:
+        return published.model
+    return f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else str(Path(parent))
+
+
 def vocabulary_file(model: str) -> str:
     """The vocabulary of a model: `model` itself, or that of the model folder of a published one."""
     published = PublishedFolder.named_by(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cellmill.config.datasets import Dataset, ObsColumns, is_url
 from cellmill.config.evaluate import ExternalModel
-from cellmill.config.published import PublishedFolder, vocabulary_file
+from cellmill.config.published import PublishedFolder, model_folder_of, vocabulary_file
 from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, one_line
 from cellmill.files import digest, write_json
@@ -155,11 +155,7 @@ class JobFiles:
         parent = self.runs[wildcards.run].init_from
         if parent is None:
             return []
-        if parent in self.runs:
-            return [f"results/runs/{parent}/model/model.safetensors"]
-        if (published := PublishedFolder.named_by(parent)) is not None:
-            return [f"{published.model}/model.safetensors"]
-        folder = f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else Path(parent)
+        folder = f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
         return [f"{folder}/model.safetensors"]
 
     @one_line()

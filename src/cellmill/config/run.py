@@ -4,12 +4,13 @@ The learning-rate schedule is a pure function of the step: resuming needs no sch
 """
 
 import math
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from cellmill.config.parts.optimizers import Optimizer
-from cellmill.config.section import EachOnce, Section
+from cellmill.config.section import EachOnce, Section, one_message
 
 
 class Stream(Section):
@@ -61,14 +62,12 @@ class Stream(Section):
         """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
         return max(1, round(self.train_frac * n)) if n else 0
 
-    @model_validator(mode="after")
-    def _start_exponent_is_read(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.weight_start_exponent and not self.weight_warmup_steps:
-            raise ValueError(
+            yield (
                 f"weight_start_exponent {self.weight_start_exponent:g} requires weight_warmup_steps, got 0; set both, "
                 "or leave weight_start_exponent out"
             )
-        return self
 
     @model_serializer(mode="wrap")
     def _without_labelled_frac(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -103,7 +102,10 @@ finished runs, smaller ones refuse them."""
 class Train(Section):
     """Optimisation, validation and checkpoints."""
 
-    steps: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None = Field(
+    steps: Annotated[
+        Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None,
+        one_message("a number of steps from 1 to 1,000,000,000, auto or null"),
+    ] = Field(
         None,
         description=f"Optimizer steps; exactly one of steps and epochs is set. auto: {AUTO_EPOCHS} epochs, at least "
         f"{AUTO_MIN_STEPS:,} steps. A run whose length is changed continues.",
@@ -175,47 +177,24 @@ class Train(Section):
             return max(AUTO_MIN_STEPS, AUTO_EPOCHS * steps_per_epoch)
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
-    @field_validator("steps", mode="before")
-    @classmethod
-    def _number_or_auto(cls, value: Any) -> Any:
-        is_number = str(value).isdecimal() and 1 <= int(value) <= 10**9
-        if not is_number and value not in ("auto", "null", None):
-            raise ValueError(f"expected a number of steps from 1 to 1,000,000,000, auto or null, got {value!r}")
-        return value
-
-    @model_validator(mode="after")
-    def _best_is_not_worst(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.best_mode == "min" and self.best_metric.startswith(("val_accuracy", "val_pearson")):
-            raise ValueError(f"best_metric {self.best_metric}: larger is better; set best_mode to max")
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+            yield f"best_metric {self.best_metric}: larger is better; set best_mode to max"
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
-            raise ValueError(f"expected one of steps and epochs, got {both}; set one of them, and the other to null")
-        return self
-
-    @model_validator(mode="after")
-    def _steps_in_order(self) -> Self:
+            yield f"expected one of steps and epochs, got {both}; set one of them, and the other to null"
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(f"profile_steps: expected [first, last] with 1 <= first <= last, got {self.profile_steps}")
-        return self
+            yield f"profile_steps: expected [first, last] with 1 <= first <= last, got {self.profile_steps}"
 
 
 class Consolidate(Section):
     """Export of a checkpoint."""
 
-    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=1)] = "best"
+    checkpoint: Annotated[
+        Literal["best", "last"] | Annotated[int, Field(ge=1)],
+        one_message("best, last or a step of train.keep_steps"),
+    ] = "best"
     """Checkpoint with the best train.best_metric, the last one, or one of train.keep_steps."""
-
-    @field_validator("checkpoint", mode="before")
-    @classmethod
-    def _name_or_step(cls, value: object) -> object:
-        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_step and value not in ("best", "last"):
-            raise ValueError(f"expected best, last or a step of train.keep_steps, got {value!r}")
-        return value
 
 
 class Embed(Section):
@@ -245,11 +224,9 @@ class Predict(Section):
     """Minimum accuracy among the validation cells that get a label: min_probability is then the lowest value that
     reaches it. null, with min_probability null too, labels every cell."""
 
-    @model_validator(mode="after")
-    def _one_threshold(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.min_probability is not None and self.min_accuracy is not None:
-            raise ValueError("expected one of min_probability and min_accuracy, got both; set one of them to null")
-        return self
+            yield "expected one of min_probability and min_accuracy, got both; set one of them to null"
 
 
 class KnockOut(Section):

@@ -5,13 +5,23 @@ not accepted as a number. Error messages also recognise the option names of scMo
 Lightning, and name ours.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from cellmill.errors import did_you_mean
 
@@ -21,12 +31,6 @@ def other_words(kind: Literal["keys", "values"]) -> dict[str, str]:
     """Names in other tools, and what does the same here (other_words.yaml)."""
     text = Path(__file__).with_name("other_words.yaml").read_text(encoding="utf-8")
     return {name: here for here, names in yaml.safe_load(text)[kind].items() for name in names}
-
-
-def value_here(value: object, message: str) -> str:
-    """Hint for a value of another tool, if `message` lists the one that does it here; else empty."""
-    here = other_words("values").get(str(value).lower())
-    return f"; {value} is {here} here" if here is not None and repr(here) in message else ""
 
 
 T = TypeVar("T")
@@ -40,6 +44,20 @@ def _each_once(values: list[T]) -> list[T]:
 
 
 EachOnce = AfterValidator(_each_once)  # annotation of a list that names nothing twice
+
+
+def one_message(expected: str) -> WrapValidator:
+    """Annotation of numbers and words: one message that says what is `expected`, instead of one for each of them."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            if not isinstance(value, bool):
+                return handler(value)
+        except ValidationError:
+            pass
+        raise ValueError(f"expected {expected}, got {value!r}")
+
+    return WrapValidator(check)
 
 
 class Section(BaseModel):
@@ -64,6 +82,17 @@ class Section(BaseModel):
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """The section as a run or corpus has it: keys of its `own`, then keys of the section at the top."""
         return defaults | own
+
+    def problems(self) -> Iterator[str]:
+        """Messages about options that do not fit together. Each class yields those on its own, and no base class's."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _no_problems(self) -> Self:
+        for base in reversed(type(self).__mro__):
+            for problem in vars(base).get("problems", Section.problems)(self):
+                raise ValueError(problem)
+        return self
 
     @field_validator("*", mode="before")
     @classmethod
@@ -90,7 +119,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        message += f", got {shown(first['input'])}{value_here(first['input'], message)}"
+        here = other_words("values").get(str(first["input"]).lower())
+        hint = f"; {first['input']} is {here} here" if here is not None and repr(here) in message else ""
+        message += f", got {shown(first['input'])}{hint}"
     return where, message[0].lower() + message[1:]
 
 

@@ -59,8 +59,8 @@ class Sweep(Section):
 
 def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
     """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises ConfigError."""
-    runs: dict[str, Any] = Field({})
-    values: dict[str, dict[str, dict[str, Any]]] = Field({})
+    runs: dict[str, Any] = {}
+    values: dict[str, dict[str, dict[str, Any]]] = {}
     for name, sweep in mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
         sweep = mapping(sweep, where)
@@ -206,30 +206,28 @@ class Workflow(Section):
                 raise ValueError(f"no bridge {name!r}; {did_you_mean(name, BRIDGES)}")
         return value
 
-    @model_validator(mode="after")
-    def _names_and_references(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
-                raise ValueError(f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}")
+                yield f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}"
             if run.tokens.needs_quantiles and not self.corpora[run.corpus].vocabulary.quantiles:
-                raise ValueError(
+                yield (
                     f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus "
                     f"{run.corpus} to yes, or give tokens.edges"
                 )
             if run.tokens.truncation == "variable" and not self.corpora[run.corpus].vocabulary.variability:
-                raise ValueError(
+                yield (
                     f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
                     f"vocabulary.variability of corpus {run.corpus} to yes"
                 )
             parent = run.init_from or "/"
             if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
-                raise ValueError(
+                yield (
                     f"runs.{name}.init_from: no run {parent!r}; there are: {', '.join(self.runs)}; the path of "
                     "a model folder has a `/`, such as ./NAME"
                 )
             self._refuse_circle(name, "init_from")
             self._check_trunk(name, run)
-        return self
 
     def _refuse_circle(self, name: str, key: str) -> None:
         chain = [name]

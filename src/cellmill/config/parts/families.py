@@ -8,9 +8,10 @@ everything in it but the weights, so checkpoints and exported models need neithe
 
 import json
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -163,13 +164,11 @@ class HfConfig(FamilyConfig):
             "residue_ids": _read_ids(folder / "vocab.txt") if ids is None else ids,
         }
 
-    @model_validator(mode="after")
-    def _weights_have_a_folder(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.weights == "pretrained" and self.path is None:
-            raise ValueError("weights: pretrained ones need path; set path, or weights to random")
+            yield "weights: pretrained ones need path; set path, or weights to random"
         if not self.architecture or "model_type" not in self.architecture:
-            raise ValueError("architecture: expected model_type, as in a config.json of transformers")
-        return self
+            yield "architecture: expected model_type, as in a config.json of transformers"
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if find_spec("transformers") is None:

@@ -1,11 +1,13 @@
 """The torch-free half of a model family: its options, how layouts may cut the model, and options that families share.
 
 Shared options are those of transformer blocks, of post-norm blocks (`bert` and `scgpt`), of gene embeddings that start
+from collections.abc import Iterator
 from given vectors of genes, and sizes by name, which stand for hyper-parameters. 51M is scGPT's width and depth (Cui et
 al. 2024), 106M is Geneformer V2-104M's (Chen et al. 2024); as in both, every head is 64 wide.
 """
 
-from typing import Any, ClassVar, Literal, Self, cast, get_args
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from pydantic import Field, model_validator
 
@@ -28,11 +30,9 @@ class GeneVectorsConfig(Section):
     train_gene_vectors: bool = False
     """Also train the vectors; otherwise only their projection is trained."""
 
-    @model_validator(mode="after")
-    def _vectors_have_a_length(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.gene_vector_dim is None and (self.gene_vectors is not None or self.train_gene_vectors):
-            raise ValueError("gene_vectors requires gene_vector_dim, the numbers of each vector; set it")
-        return self
+            yield "gene_vectors requires gene_vector_dim, the numbers of each vector; set it"
 
 
 SizeName = Literal["10M", "51M", "106M", "300M", "1B", "3B"]
@@ -137,11 +137,9 @@ class TransformerConfig(SizedFamilyConfig):
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.hidden % self.heads:
-            raise ValueError(f"hidden: {self.hidden} is not a multiple of heads = {self.heads}")
-        return self
+            yield f"hidden: {self.hidden} is not a multiple of heads = {self.heads}"
 
     @property
     def ffn_width(self) -> int:
@@ -172,13 +170,11 @@ class PostNormConfig(TransformerConfig):
     embed_layer: int = Field(0, le=0)
     """Block whose output is pooled when cells are embedded: 0 is the last, -1 the one before."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":
-            raise ValueError("pooling: cls needs the token <cls>; set ends to cls or cls_eos, or pooling to mean")
+            yield "pooling: cls needs the token <cls>; set ends to cls or cls_eos, or pooling to mean"
         if -self.embed_layer > self.layers:
-            raise ValueError(f"embed_layer: expected at least {-self.layers} with layers = {self.layers}")
-        return self
+            yield f"embed_layer: expected at least {-self.layers} with layers = {self.layers}"
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,7 +14,6 @@ from pydantic import (
     WithJsonSchema,
     create_model,
     field_validator,
-    model_validator,
 )
 
 from cellmill.config import plugin
@@ -37,14 +37,12 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     """Weight of a second loss: predict the masked tokens from the cell embedding and the visible half of each token
     (scGPT's GEPC). 0 turns it off."""
 
-    @model_validator(mode="after")
-    def _some_are_hidden(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.random_frac + self.keep_frac >= 1:
-            raise ValueError(
+            yield (
                 f"random_frac + keep_frac = {self.random_frac + self.keep_frac:g} hides none of the masked tokens; "
                 "lower one of them"
             )
-        return self
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
@@ -99,14 +97,12 @@ class HiddenShareConfig(ObjectiveConfig):
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
     """Maximum; the fraction is drawn uniformly between both for each cell and step."""
 
-    @model_validator(mode="after")
-    def _fractions_in_order(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.min_hidden_frac > self.max_hidden_frac:
-            raise ValueError(
+            yield (
                 f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
                 f"{self.min_hidden_frac:g}"
             )
-        return self
 
 
 class QueryDecodingConfig(HiddenShareConfig):
@@ -310,17 +306,13 @@ class SumConfig(ObjectiveConfig):
     (cell_decoding, denoise, query_decoding), which all parts then see, and at most one may hide tokens (masked_value,
     masked_gene, next_gene). Weights are above 0."""
 
-    @model_validator(mode="after")
-    def _one_view_and_one_mask(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for does, having in (
             ("draw a view", [part.name for part in self.each() if part.draws_view]),
             ("hide tokens", [part.name for part in self.each() if part.hides_tokens]),
         ):
             if len(having) > 1:
-                raise ValueError(
-                    f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
-                )
-        return self
+                yield f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
@@ -387,22 +379,16 @@ class DecodingConfig(HiddenShareConfig):
     """Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their product is large,
     the embedding collapses."""
 
-    @model_validator(mode="after")
-    def _options_are_read(self) -> Self:
+    def problems(self) -> Iterator[str]:
         vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
         unread = {"weights": "likelihood softmax, got nb"} if self.likelihood == "nb" else {}
         unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
         unread |= {"batch_adversary_scale": "batch_adversary, got null"} if self.batch_adversary is None else {}
         for name, required in unread.items():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} requires {required}; leave {name} out")
-        return self
-
-    @model_validator(mode="after")
-    def _adversary_has_a_batch(self) -> Self:
+                yield f"{name} requires {required}; leave {name} out"
         if self.batch_adversary is not None and self.batch_column is None:
-            raise ValueError("batch_adversary requires batch_column; set it, or batch_adversary to null")
-        return self
+            yield "batch_adversary requires batch_column; set it, or batch_adversary to null"
 
     def columns(self) -> Columns:
         return Columns({} if self.batch_column is None else {self.batch_column: "objective.batch_column"})
@@ -465,11 +451,9 @@ class PerturbationResponseConfig(DecodingConfig):
     """Token ids of the genes of each perturbation; null finds the genes that perturbations are named after (several
     joined by +), and train writes them into the run."""
 
-    @model_validator(mode="after")
-    def _columns_differ(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.batch_column == self.perturbation_column:
-            raise ValueError(f"batch_column and perturbation_column are both {self.batch_column}; name another batch")
-        return self
+            yield f"batch_column and perturbation_column are both {self.batch_column}; name another batch"
 
     def columns(self) -> Columns:
         named = ("objective.control", self.perturbation_column, [self.control])

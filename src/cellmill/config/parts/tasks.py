@@ -1,8 +1,9 @@
 """Options of evaluation tasks. Torch-free."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from cellmill.config.datasets import check_name
 from cellmill.config.plugin import Plugin
@@ -182,13 +183,9 @@ class GeneEmbeddingConfig(TaskConfig):
     seeds: int = Field(3, ge=1)
     """Repetitions of the cross-validation and of the draw, with `evaluate.folds` folds each."""
 
-    @model_validator(mode="after")
-    def _something_is_asked(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.gene_sets is None and self.transcription_factors is None:
-            raise ValueError(
-                "task gene_embedding: expected gene_sets or transcription_factors, got neither; name a file"
-            )
-        return self
+            yield "task gene_embedding: expected gene_sets or transcription_factors, got neither; name a file"
 
 
 class GrnConfig(TaskConfig):
@@ -269,8 +266,6 @@ class TransferConfig(TaskConfig):
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
     ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
 
-    @model_validator(mode="after")
-    def _tested_are_not_fitted(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if both := [name for name in self.test_on or () if name in self.fit_on]:
-            raise ValueError(f"test_on: {both[0]!r} is in fit_on too; take it out of one of them")
-        return self
+            yield f"test_on: {both[0]!r} is in fit_on too; take it out of one of them"

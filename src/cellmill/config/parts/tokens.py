@@ -1,10 +1,10 @@
 """Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import EachOnce
@@ -43,16 +43,14 @@ class Tokens(Plugin):
     """Probability with which a covariate of a training cell is replaced by the unknown level. Cells get this level if a
     file lacks the column or the corpus lacks the value."""
 
-    @model_validator(mode="after")
-    def _chooses_among_values(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.sequences and (self.truncation != "top" or self.zero_frac):
-            raise ValueError("truncation and zero_frac are for cells; leave them out for sequences")
+            yield "truncation and zero_frac are for cells; leave them out for sequences"
         if self.zero_frac and self.value_kind not in ("class", "scalar"):
-            raise ValueError(
+            yield (
                 f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; choose binned or "
                 "continuous, or leave it out"
             )
-        return self
 
     @property
     def n_values(self) -> int:
@@ -114,15 +112,13 @@ class BinnedTokens(Tokens):
             return self
         return self.model_copy(update={"edges": [_interpolated(quantiles, i / self.bins) for i in range(1, self.bins)]})
 
-    @model_validator(mode="after")
-    def _edges_are_of_the_bins(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.edges is None:
-            return self
+            return
         if self.binning != "quantile_corpus":
-            raise ValueError(f"edges are read with binning quantile_corpus, got {self.binning}; leave edges out")
+            yield f"edges are read with binning quantile_corpus, got {self.binning}; leave edges out"
         if len(self.edges) != self.bins - 1 or any(a > b for a, b in pairwise(self.edges)):
-            raise ValueError(f"edges: expected {self.bins - 1} ascending numbers for {self.bins} bins, or null")
-        return self
+            yield f"edges: expected {self.bins - 1} ascending numbers for {self.bins} bins, or null"
 
 
 def _interpolated(quantiles: Sequence[float], probability: float) -> float:
