@@ -65,11 +65,6 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) 
         plugin.load("family", "broken")
 
 
-def test_an_unknown_name_lists_the_nearest_or_all(installed: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^unknown family 'encode'; did you mean 'encoder'\?$"):
-        plugin.load("family", "encode")
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

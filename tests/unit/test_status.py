@@ -278,13 +278,6 @@ def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
             assert said == [(0, f"{results}/runs: no run yet\n", ""), (2, "", unknown)]
 
 
-def test_the_commands_load_nothing_heavy() -> None:
-    heavy = ("torch", "pandas", "numpy", "scipy", "anndata", "submitit")
-    names = ", ".join(f"cellmill.commands.{name}" for name in ("status", "run"))
-    code = f"import cellmill.cli, {names}, sys; print(*[name for name in {heavy} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
-
-
 TABLE = """
 run          state                step      loss  job  slurm                  left  saved  last line
 a-new        not begun               -         -  -    -                         -      -          -
