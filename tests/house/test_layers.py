@@ -95,9 +95,18 @@ def test_the_layer_imports_no_torch(layer: str) -> None:
     assert "torch" not in loaded_by(*(name for name in in_layers(layer) if not name.startswith(extras)))
 
 
-@pytest.mark.parametrize("module", ["stages.data", "stages.train", "stages.report", "commands.status"])
+@pytest.mark.parametrize("module", ["stages.data", "stages.report"])
 def test_the_module_imports_no_torch(module: str) -> None:
     assert "torch" not in loaded_by(f"cellmill.{module}")
+
+
+@pytest.mark.parametrize(
+    ("module", "used"),
+    [("stages.train", {"numpy", "submitit"}), ("commands.status", set()), ("commands.run", set())],
+)
+def test_a_launcher_and_the_commands_on_runs_import_no_heavy_library(module: str, used: set[str]) -> None:
+    # a launcher's memory is that of its imports, and a workflow may have hundreds of it
+    assert loaded_by(f"cellmill.{module}", among=(*HEAVY, "submitit")) == used
 
 
 def test_the_process_that_walks_an_input_first_imports_h5py_alone() -> None:
