@@ -18,7 +18,7 @@ from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import part_of
+from cellmill.config.section import description, part_of
 from cellmill.config.workflow import Sweep, Workflow, entries_of, keys_of, sections_of
 from cellmill.files import write_text
 
@@ -121,7 +121,7 @@ def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[st
     yield from ("| key | type | default | |", "|---|---|---|---|")
     for name, field in fields.items():
         kind = f"mapping of {named[name].kind} names to options" if name in named else _type(properties[name])
-        text = (field.description or "").replace("|", "\\|")
+        text = description(model, name).replace("|", "\\|")
         yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
     yield ""
 

@@ -11,6 +11,7 @@ from cellmill.config.corpus import INPUTS
 from cellmill.config.datasets import ObsColumns, input_path
 from cellmill.config.machine import Machine
 from cellmill.config.options import OPTIONS
+from cellmill.config.section import description
 from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
@@ -53,8 +54,8 @@ def _add_corpus(stages: Any) -> None:
     preprocess.add_argument("--input", type=input_path, required=True, help=_INPUT)
     _add(preprocess, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
-    for name, field in ObsColumns.model_fields.items():
-        preprocess.add_argument(f"--{name.replace('_', '-')}", help=str(field.description).replace("%", "%%"))
+    for name in ObsColumns.model_fields:
+        preprocess.add_argument(f"--{name.replace('_', '-')}", help=description(ObsColumns, name).replace("%", "%%"))
     preprocess.add_argument("--round-counts", action="store_true", help="round fractional counts")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
     preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
@@ -330,20 +331,20 @@ def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
 
 def _add_given(parser: Any, section: str, *names: str) -> None:
     """Add flags that stand in for options of a section of the configuration."""
-    fields = sections_of(OPTIONS[section])[section].model_fields
+    options = sections_of(OPTIONS[section])[section]
     for name in names:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=f"{section}.{name}",
             metavar="FRAC",
-            help=f"{fields[name].description} (default: {section}.{name} of the configuration)".replace("%", "%%"),
+            help=f"{description(options, name)} (default: {section}.{name} of the configuration)".replace("%", "%%"),
         )
 
 
 def add_machine(parser: Any, names: Iterable[str]) -> None:
     for name in names:
-        field = Machine.model_fields[name]
-        _add(parser, f"--{name.replace('_', '-')}", field.default, str(field.description), type=str)
+        default = Machine.model_fields[name].default
+        _add(parser, f"--{name.replace('_', '-')}", default, description(Machine, name), type=str)
 
 
 def _seconds(text: str) -> float:

@@ -12,6 +12,7 @@ import yaml
 
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
+from cellmill.config.section import description
 from cellmill.preflight.checks import DECLARED, ON_A_GPU, THREADS_ON_A_GPU
 from tests.house.rules import directive, rules
 from tools.shipped_profiles import shipped
@@ -90,7 +91,7 @@ def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() 
     text = (ROOT / "profiles" / "README.md").read_text(encoding="utf-8")
     for name, field in Machine.model_fields.items():
         default = "none" if field.default == "" else f"`{field.default}`"
-        assert f"| `{name}` | {field.description} Default: {default}. |" in text
+        assert f"| `{name}` | {description(Machine, name)} Default: {default}. |" in text
 
 
 def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:

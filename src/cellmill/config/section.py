@@ -5,8 +5,12 @@ not accepted as a number. Error messages also recognise the option names of scMo
 Lightning, and name ours.
 """
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -15,6 +19,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -60,23 +65,42 @@ def one_message(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-class Section(BaseModel):
-    """Options of one section; a field's description, or the docstring below it, gives meaning, unit and default."""
+@cache
+def _texts_below(module: str) -> dict[tuple[str, str], str]:
+    """(class, field): the text below the field."""
+    texts = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for section in (part for part in tree.body if isinstance(part, ast.ClassDef)):
+        for pair in pairwise(section.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[section.name, name] = " ".join(text.split())
+    return texts
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        defer_build=True,
-        use_attribute_docstrings=True,
-    )
+
+def description(section: type[BaseModel], name: str) -> str:
+    """Meaning, unit and default of a field: its `description`, or the text below it.
+
+    That text is read from the source code for help and documents alone; pydantic would do so for each class, at .2 s of
+    each start.
+    """
+    if (given := section.model_fields[name].description) is not None:
+        return given
+    owner = next(base for base in section.__mro__ if name in vars(base).get("__annotations__", ()))
+    return _texts_below(owner.__module__).get((owner.__name__, name), "")
+
+
+class Section(BaseModel):
+    """Options of one section; a field's description, or the text below it, gives meaning, unit and default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():
-            if field.description is not None:
-                field.description = " ".join(field.description.split())  # a docstring has line breaks
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, of_field in schema.get("properties", {}).items():
+            of_field |= {"description": text} if (text := description(cls, name)) else {}
+        return schema
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
