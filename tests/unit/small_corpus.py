@@ -6,7 +6,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.cli import main
+from cellmill.config import load_config
 from cellmill.config.corpus import Shard
+from cellmill.config.datasets import ObsColumns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.shards.manifest import Manifest
@@ -30,6 +33,21 @@ def write_dataset(path: Path, counts: sp.csr_matrix, gene_ids: list[str], obs: d
     largest = int(counts.data.max(initial=0))
     write_cells(path, pd.DataFrame(obs or {}, index=names), var, [counts], counts.nnz, count_dtype(largest))
     return path
+
+
+def prepare_by_commands(config: Path, folder: Path) -> tuple[list[Path], Path]:
+    """Preprocessed cells of each dataset of corpus `c`, and the manifest of their shards, by the commands."""
+    cells, genes, manifest = list[Path](), folder / "v.tsv", folder / "shards" / "manifest.json"
+    for name, row in load_config(config).datasets("c").items():
+        columns = row.model_dump(include=set(ObsColumns.model_fields), exclude_none=True)
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in columns.items()]
+        cells.append(folder / "cells" / f"{name}.h5ad")
+        files = ["--input", row.path, "--out", str(cells[-1]), "--report", str(cells[-1].with_suffix(".json"))]
+        assert main(["preprocess", "--config", str(config), "--dataset", name, *files, *flags]) == 0
+    given = ["--config", str(config), "--cells", *map(str, cells)]
+    assert main(["vocabulary", *given, "--out", str(genes)]) == 0
+    assert main(["shard", *given, "--vocabulary", str(genes), "--out", str(manifest)]) == 0
+    return cells, manifest
 
 
 def genes_named(n: int) -> list[str]:

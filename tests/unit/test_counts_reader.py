@@ -26,13 +26,9 @@ from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.check import check_datasets
 from cellmill.errors import DataError
+from tests.unit.test_inputs import GENES, OBS, read
 
 Make = Callable[..., Path]
-
-
-def read(path: Path, matrix: str = "X", block: int = 50) -> sp.csr_matrix:
-    with open_counts(path, matrix) as reader:
-        return sp.vstack(list(reader.rows(block)), format="csr")
 
 
 @pytest.mark.parametrize("form", [sp.csr_matrix, sp.csc_matrix, sp.csr_matrix.toarray])
@@ -297,12 +293,10 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(tmp_path: Path, si
 
 
 def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(tmp_path: Path, counts: sp.csr_matrix) -> None:
-    obs = pd.DataFrame({"label": [f"type {i % 3}" for i in range(230)]}, index=[f"cell_{i}" for i in range(230)])
-    var = pd.DataFrame(index=[f"gene_{j}" for j in range(37)])
-    path = tmp_path / "cells.h5ad"
+    path, var = tmp_path / "cells.h5ad", pd.DataFrame(index=GENES)
 
     def write(nnz: int | None) -> None:
-        write_cells(path, obs, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9))
+        write_cells(path, OBS, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9))
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for nnz in (counts.nnz, None):
@@ -318,17 +312,6 @@ def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(tmp_path:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             assert error.value.filename == str(path)
             assert os.listdir(tmp_path) == []
-
-
-def test_a_writer_that_raises_leaves_nothing(tmp_path: Path, counts: sp.csr_matrix) -> None:
-    def blocks() -> object:
-        yield counts[:100]
-        raise DataError("damaged half way")
-
-    var = pd.DataFrame(index=[str(j) for j in range(37)])
-    with pytest.raises(DataError, match="damaged half way"):
-        write_cells(tmp_path / "x.h5ad", pd.DataFrame(), var, blocks(), counts.nnz, np.dtype("<u2"))  # type: ignore[arg-type]
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: sp.csr_matrix) -> None:

@@ -1,6 +1,5 @@
 """Labels of datasets with other columns and vocabularies become one, under one name, before anything reads them."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.datasets import ObsColumns
 from cellmill.data.inputs.formats import open_counts
@@ -18,6 +16,8 @@ from cellmill.data.prepare.check import check_datasets, check_inputs
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
+from cellmill.files import read_json
+from tests.unit.small_corpus import prepare_by_commands
 
 Make = Callable[..., Path]
 N, GENES = 24, ["TP53", "MYC", "BRCA2", "DPM1"]
@@ -167,27 +167,14 @@ def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
     pipeline = load_config(config)
     check_datasets(pipeline)
     pipeline.check_datasets("c.yaml")
-    cells, report = [tmp_path / "cells" / f"{name}.h5ad" for name in ("first", "second")], tmp_path / "report.json"
-    for (name, row), out in zip(pipeline.datasets("c").items(), cells):
-        flags = [
-            f"--{key.replace('_', '-')}={value}"
-            for key in ObsColumns.model_fields
-            if (value := getattr(row, key)) is not None
-        ]
-        files = ["--input", row.path, "--dataset", name, "--out", str(out), "--report", str(report)]
-        assert main(["preprocess", "--config", str(config), *files, *flags]) == 0
-    assert json.loads(report.read_text())["labels"]["cell_type"] == {
+    cells, manifest = prepare_by_commands(config, tmp_path)
+    assert read_json(cells[1].with_suffix(".json"))["labels"]["cell_type"] == {
         "renamed": {"T lymphocyte": 8},
         "kept": {"B cell": 8, "HSC": 8},
         "made_missing": {},
     }
     said = "second: label cell_type: renamed 8 cells of 1 labels; left as they are 16 cells of 2 labels ("
     assert f"{said}'B cell' 8, 'HSC' 8)" in capsys.readouterr().out
-    genes, manifest = tmp_path / "v.tsv", tmp_path / "shards" / "manifest.json"
-    given = ["--cells", *map(str, cells)]
-    assert main(["vocabulary", "--config", str(config), *given, "--out", str(genes)]) == 0
-    shard = ["shard", "--config", str(config), *given, "--vocabulary", str(genes), "--out", str(manifest)]
-    assert main(shard) == 0
     assert Manifest.read(manifest).levels({"cell_type": "label"}) == {"cell_type": ("B cell", "HSC", "T cell")}
     joined = pd.concat([ad.read_h5ad(path).obs for path in sorted(manifest.parent.glob("*.h5ad"))])
     assert joined["cell_type"].value_counts().to_dict() == {"B cell": 20, "T cell": 20, "HSC": 8}

@@ -1,6 +1,5 @@
 """Columns of the table of datasets: filters as pandas evaluates them, roles, and refusals before counts are read."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import Dataset, ObsColumns, filter_columns
@@ -21,6 +19,8 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.check import check_datasets
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.errors import DataError, UserError
+from tests.unit.small_corpus import prepare_by_commands
+from tests.unit.test_inputs import FORMATS
 
 Make = Callable[..., Path]
 N = 40
@@ -141,16 +141,7 @@ def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: p
         f"corpora: {{c: {{table: {tmp_path}/t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n"
         "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
     )
-    row = load_config(config).datasets("c")["one"]
-    flags = [
-        f"--{name}={value}" for name, value in row.model_dump(include=set(ObsColumns.model_fields)).items() if value
-    ]
-    cells, genes, manifest = tmp_path / "one.h5ad", tmp_path / "v.tsv", tmp_path / "shards" / "manifest.json"
-    files = ["--input", str(raw), "--dataset", "one", "--out", str(cells), "--report", str(tmp_path / "one.json")]
-    assert main(["preprocess", "--config", str(config), *files, *flags]) == 0
-    assert main(["vocabulary", "--config", str(config), "--cells", str(cells), "--out", str(genes)]) == 0
-    shard = ["--cells", str(cells), "--vocabulary", str(genes), "--out", str(manifest)]
-    assert main(["shard", "--config", str(config), *shard]) == 0
+    [cells], manifest = prepare_by_commands(config, tmp_path)
     wanted = obs[obs["age"] > 20]
     got = ad.read_h5ad(cells).obs
     assert list(got) == ["age", "assay", "in text", "batch", "perturbation", "dose", "is_control"]
@@ -189,34 +180,16 @@ def test_a_dataset_has_options_of_its_own() -> None:
         ObsColumns(control="NT")
 
 
-def as_zarr(raw: Path, version: int) -> Path:
-    folder = raw.with_name(f"raw{version}.zarr")
-    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
-        warnings.simplefilter("ignore")
-        ad.read_h5ad(raw).write_zarr(folder)
-    return folder
-
-
-def as_loom(raw: Path) -> Path:
-    adata = ad.read_h5ad(raw)
-    with h5py.File(raw.with_suffix(".loom"), "w") as file:
-        file["matrix"] = adata.X.toarray().T
-        file["row_attrs/Gene"] = adata.var_names.to_numpy(dtype="S")
-        file["col_attrs/CellID"] = adata.obs_names.to_numpy(dtype="S")
-        file["col_attrs/guide"] = adata.obs["guide"].astype(str).to_numpy(dtype="S")
-    return raw.with_suffix(".loom")
-
-
-@pytest.mark.parametrize("form", [lambda raw: as_zarr(raw, 2), lambda raw: as_zarr(raw, 3), as_loom])
+@pytest.mark.parametrize("form", ["zarr 2 csr_matrix", "zarr 3 csr_matrix", "loom"])
 def test_columns_and_counts_of_other_formats_are_looked_for_too(
-    raw: Path, check: Callable[..., None], form: Callable[[Path], Path]
+    counts: sp.csr_matrix, tmp_path: Path, check: Callable[..., None], form: str
 ) -> None:
-    path = form(raw)
-    check(path, counts="X", label="guide")
-    with pytest.raises(UserError, match=r"has no obs column 'gide' \(label\); did you mean 'guide'\?"):
-        check(path, counts="X", label="gide")
-    with pytest.raises(UserError, match=r"has no matrix 'spliced' \(counts\)"):
-        check(path, counts="spliced", label="guide")
+    path = FORMATS[form](counts, tmp_path)
+    check(path, counts="X", label="depth")
+    with pytest.raises(UserError, match=r"has no obs column 'dept' \(label\); did you mean 'depth'\?"):
+        check(path, counts="X", label="dept")
+    with pytest.raises(UserError, match=r"has no matrix 'unspliced' \(counts\)"):
+        check(path, counts="unspliced", label="depth")
 
 
 def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Path, tmp_path: Path) -> None:

@@ -28,14 +28,17 @@ def cells() -> ad.AnnData:
     return ad.AnnData(counts, obs, var)
 
 
-@pytest.fixture(scope="module")
-def experiment(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("soma") / "experiment"
+def written(path: Path, cells: ad.AnnData) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         io = pytest.importorskip("tiledbsoma.io")
         io.from_anndata(str(path), cells, "RNA", X_layer_name="raw")
     return path
+
+
+@pytest.fixture(scope="module")
+def experiment(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("soma") / "experiment", cells)
 
 
 def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells: ad.AnnData, experiment: Path) -> None:
@@ -51,14 +54,10 @@ def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells:
 
 
 def test_cells_and_genes_have_the_names_that_they_were_written_with(cells: ad.AnnData, tmp_path: Path) -> None:
-    written = cells.copy()
-    written.var = pd.DataFrame(index=pd.Index(cells.var_names, name="gene"))
-    written.obs.index.name = "barcode"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        io = pytest.importorskip("tiledbsoma.io")
-        io.from_anndata(str(tmp_path / "experiment"), written, "RNA", X_layer_name="raw")
-    with open_counts(tmp_path / "experiment") as reader:
+    named = cells.copy()
+    named.var = pd.DataFrame(index=pd.Index(cells.var_names, name="gene"))
+    named.obs.index.name = "barcode"
+    with open_counts(written(tmp_path / "experiment", named)) as reader:
         assert reader.var_names == list(cells.var_names)
         assert list(reader.obs.index) == list(cells.obs_names)
 

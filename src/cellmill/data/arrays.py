@@ -105,16 +105,11 @@ def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floati
     `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at `indptr`,
     `(cells + 1,)`, the first at 0.
     """
-    values = counts.astype(dtype)
+    values, scale = counts.astype(dtype), scale_of_totals(row_sums(counts, indptr), dtype)
     # a loop, because a temporary as long as the counts costs more in allocation than the arithmetic
-    for start, stop, factor in zip(indptr[:-1].tolist(), indptr[1:].tolist(), scale_per_10k(counts, indptr, dtype)):
+    for start, stop, factor in zip(indptr[:-1].tolist(), indptr[1:].tolist(), scale):
         values[start:stop] *= factor
     return values
-
-
-def scale_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
-    """Factor, `(cells,)` of `dtype`, that makes the sum of each row of counts 10,000; 0 for an empty row."""
-    return scale_of_totals(row_sums(counts, indptr), dtype)
 
 
 def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:

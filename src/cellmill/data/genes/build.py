@@ -17,9 +17,9 @@ from cellmill.data.genes.selection import (
     Moments,
     allowed_genes,
     by_score,
+    expected_deviation,
     standardised_dispersion,
     standardised_variance,
-    variance_trend,
 )
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -149,13 +149,13 @@ def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray
 def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, moments: Moments) -> np.ndarray:
     """Scores of flavor seurat_v3 of the genes `keep`: a second pass over the files."""
     moments = moments.at(keep)
-    trend = variance_trend(moments)
+    deviation = expected_deviation(moments)
     limits = np.full(len(gene_ids), np.inf)
-    limits[keep] = trend.clip
+    limits[keep] = deviation * np.sqrt(moments.n_cells) + moments.mean
     clipped = Moments(len(gene_ids))
     for genes, block in _blocks(paths, gene_ids):
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
-    return standardised_variance(moments, clipped.at(keep), trend)
+    return standardised_variance(moments, clipped.at(keep), deviation)
 
 
 def _are_sequences(paths: list[Path]) -> bool:

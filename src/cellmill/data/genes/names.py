@@ -24,8 +24,7 @@ ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
-MOST_LOST = 0.02
-"""Share of a file's counts on genes without an Ensembl id above which a file is warned about."""
+MOST_LOST = 0.02  # share of a file's counts on genes without an Ensembl id above which a file is warned about
 LOST_NAMES = 5  # that such a warning names
 
 _EXAMPLES = 10

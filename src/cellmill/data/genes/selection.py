@@ -6,7 +6,6 @@ among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the var
 of variance over mean, with large counts clipped: that takes a second pass over the cells.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -107,29 +106,23 @@ def standardised_dispersion(per_10k: Moments) -> np.ndarray:
     return ((table["dispersion"] - centre) / spread).to_numpy()
 
 
-@dataclass(frozen=True)
-class Trend:
-    """Curve of the variance of counts over their mean, of flavor `seurat_v3`."""
+def expected_deviation(counts: Moments) -> np.ndarray:
+    """Standard deviation that the mean of each gene predicts, of flavor `seurat_v3`, from moments of counts.
 
-    deviation: np.ndarray  # expected standard deviation of each gene
-    clip: np.ndarray  # largest value of each gene that counts
-
-
-def variance_trend(counts: Moments, span: float = 0.3) -> Trend:
-    """Fit the curve, a local regression of degree 2, to moments of counts. Raises ConfigError without scikit-misc."""
+    The curve is a local regression of degree 2. Raises ConfigError without scikit-misc.
+    """
     loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
     expected, varies = np.zeros(len(counts.sums)), counts.variance > 0
-    model = loess(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=span, degree=2)
+    model = loess(np.log10(counts.mean[varies]), np.log10(counts.variance[varies]), span=0.3, degree=2)
     model.fit()
     expected[varies] = model.outputs.fitted_values
-    deviation = np.sqrt(10**expected)
-    return Trend(deviation, deviation * np.sqrt(counts.n_cells) + counts.mean)
+    return np.sqrt(10**expected)
 
 
-def standardised_variance(counts: Moments, clipped: Moments, trend: Trend) -> np.ndarray:
-    """Score of flavor `seurat_v3`, from moments of counts, and of counts clipped at `trend.clip`."""
+def standardised_variance(counts: Moments, clipped: Moments, deviation: np.ndarray) -> np.ndarray:
+    """Score of flavor `seurat_v3`, from moments of counts, of clipped counts, and the expected deviations."""
     n, mean = counts.n_cells, counts.mean
-    return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * trend.deviation**2)
+    return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * deviation**2)
 
 
 def by_score(scores: np.ndarray) -> np.ndarray:

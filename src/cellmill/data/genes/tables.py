@@ -19,7 +19,6 @@ from cellmill.files import require_file
 PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
 """Beginning of the Ensembl ids of each organism."""
 ORGANISMS = tuple(PREFIXES)
-PROTEIN_CODING = "protein_coding"
 
 _IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in PREFIXES.items()}
 _NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
@@ -66,7 +65,7 @@ def gene_table(organism: str) -> GeneTable:
         for line in file:
             gene, symbol, previous, aliases, biotype = line.rstrip("\n").split("\t")
             symbols[gene] = symbol
-            coding += [gene] if biotype == PROTEIN_CODING else []
+            coding += [gene] if biotype == "protein_coding" else []
             # C1orf159 is often spelled C1ORF159
             capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
             for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
@@ -132,16 +131,13 @@ def cell_ontology() -> CellOntology:
     return CellOntology({term: tuple(parents.split("|")) if parents else () for term, _, parents in rows})
 
 
-PACKAGED = Path(__file__).parent / "orthologs.tsv.gz"
-
-
 @cache
 def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[str, str]:
     """Ensembl id of `reference` for ids of `organism`, from the packaged table or a user's.
 
     Raises DataError for a table that is missing, lacks an organism or has no pair.
     """
-    path = PACKAGED if table is None else table
+    path = table or Path(__file__).parent / "orthologs.tsv.gz"
     lines = read_lines(path)
     header = [name.strip().lower() for name in next(lines, "").split("\t")]
     if missing := [name for name in (organism, reference) if name not in header]:

@@ -30,17 +30,16 @@ def names_in_loom(path: Path, file: Any) -> DeclaredNames:
 
 def open_loom(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, or its layer `counts`."""
-    layers = sorted(file["layers"]) if "layers" in file else []
-    if counts not in ("X", *layers):
-        raise DataError(f"{path}: no layer {counts!r} (the dataset's `counts`); {did_you_mean(counts, ['X', *layers])}")
+    known = names_in_loom(path, file).counts
+    if counts not in known:
+        raise DataError(f"{path}: no layer {counts!r} (the dataset's `counts`); {did_you_mean(counts, known)}")
     array = file["matrix"] if counts == "X" else file["layers"][counts]
     matrix = DenseMatrix(path, counts, array, cells_axis=1)
     obs = _frame(path, file["col_attrs"], matrix.shape[0], _CELLS, "col_attrs")
     var = _frame(path, file["row_attrs"], matrix.shape[1], _GENES, "row_attrs")
     if (symbols := next((name for name in _SYMBOLS if name in var), None)) is not None:
         var = var.assign(symbol=var[symbols])
-    others = [name for name in ("X", *layers) if name != counts]
-    return CountSource(path, counts, matrix, obs, var, others)
+    return CountSource(path, counts, matrix, obs, var, [name for name in known if name != counts])
 
 
 def _frame(path: Path, attributes: Any, length: int, names: tuple[str, ...], where: str) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
-from cellmill.data.arrays import scale_of_totals, scale_per_10k
+from cellmill.data.arrays import row_sums, scale_of_totals
 from cellmill.data.shards.index import places, splitmix64
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
@@ -196,7 +196,7 @@ def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np
 def by_numpy(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
     """As `log_tokens`, for `counts` of any integer type."""
     values = kept.copy(counts, np.float32)
-    values *= np.repeat(scale_per_10k(counts, starts, np.float32), kept.lengths)
+    values *= np.repeat(scale_of_totals(row_sums(counts, starts), np.float32), kept.lengths)
     return kept.token_ids(genes), np.log1p(values, out=values)
 
 
