@@ -45,7 +45,7 @@ def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
     for split, entry in manifest.splits.items():
         if entry.shards:
             rows |= {shard.path.name: shard for shard in open_shards(manifest, split)}
-    files = [file for split in manifest.splits.values() for file in split.files]
+    files = manifest.files()
     verify(manifest, files, threads)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
@@ -59,7 +59,7 @@ def restore_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
     Files that are there already are kept; manifest.json is written last. Raises DataError for a file whose SHA-256 is
     not the manifest's.
     """
-    files = [file for split in manifest.splits.values() for file in split.files]
+    files = manifest.files()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
     _copy(manifest.path, out / manifest.path.name)

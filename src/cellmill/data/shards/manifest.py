@@ -78,7 +78,20 @@ class ObsLevels(TypedDict):
     digest: Digest  # of the level of every cell
 
 
-class Manifest(_Part):
+class CorpusSummary(_Part):
+    """What a plan finds in the cells, and the manifest of their shards repeats."""
+
+    left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
+    obs_levels: dict[str, ObsLevels]  # of obs columns with levels
+    obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
+    ordered: bool  # rows are sequences
+    duplicates: dict[str, Count]
+    """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
+    ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
+    across_splits: Count  # number of cells of which another split has an equal one
+
+
+class Manifest(CorpusSummary):
     """Contents of manifest.json; the shards are beside it."""
 
     path: Annotated[Path, Field(exclude=True)]
@@ -88,15 +101,7 @@ class Manifest(_Part):
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
-    left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
     splits: dict[str, SplitEntry]
-    obs_levels: dict[str, ObsLevels]  # of obs columns with levels
-    obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
-    ordered: bool  # rows are sequences
-    duplicates: dict[str, Count]
-    """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
-    ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
-    across_splits: Count  # number of cells of which another split has an equal one
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -201,6 +206,10 @@ class Manifest(_Part):
     def shard_path(self, shard: ShardEntry | IndexEntry) -> Path:
         return self.path.parent / shard.name
 
+    def files(self, splits: Iterable[str] = SPLITS) -> list[ShardEntry | IndexEntry]:
+        """Every file of the splits."""
+        return [file for split in splits for file in self.splits[split].files]
+
 
 def fingerprint_of(
     vocabulary: ShardVocabulary, seed: int, split: dict[str, Any], splits: Mapping[str, SplitEntry]
@@ -215,8 +224,7 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 
     About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for every open.
     """
-    if files is None:
-        files = [file for split in manifest.splits.values() for file in split.files]
+    files = manifest.files() if files is None else files
     paths = [manifest.shard_path(file) for file in files]
     for path in paths:
         if not path.is_file():
@@ -233,6 +241,7 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 
 
 READ = ("train", "val")  # splits that a training reads
+VERIFIED = "verified.json"
 
 
 def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
@@ -241,11 +250,11 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
     Raises DataError naming a damaged one.
     """
     try:
-        tree = read_json(_record(manifest))
+        tree = read_json(manifest.path.with_name(VERIFIED))
         known = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
     except (DataError, OSError, KeyError, TypeError, ValueError):
         known = {}
-    files = [file for split in READ for file in manifest.splits[split].files][part]
+    files = manifest.files(READ)[part]
     changed = [file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))]
     verify(manifest, changed)
     return len(changed)
@@ -253,13 +262,9 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
 
 def record(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
-    stamps = {file.name: stamp(manifest.shard_path(file)) for split in READ for file in manifest.splits[split].files}
+    stamps = {file.name: stamp(manifest.shard_path(file)) for file in manifest.files(READ)}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
-        write_json(_record(manifest), {"fingerprint": manifest.fingerprint, "files": stamps})
-
-
-def _record(manifest: Manifest) -> Path:
-    return manifest.path.with_name("verified.json")
+        write_json(manifest.path.with_name(VERIFIED), {"fingerprint": manifest.fingerprint, "files": stamps})
 
 
 def stamp(path: Path) -> list[int] | None:

@@ -19,7 +19,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,6 @@ def levels_of(chunks: Iterable[Any]) -> list[str] | None:
         if len(texts) > MAX_LEVELS:
             return None
     return sorted(texts - {MISSING}) + [MISSING] * missing
-
-
-def levels_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
-    """Numbers of levels, int32, of an array of values."""
-    codes, values = pd.factorize(chunk)
-    return level_numbers(codes, values, levels)
 
 
 def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
@@ -94,12 +87,8 @@ def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> tuple[np.nda
     return pd.factorize(obs[own]) if own in obs else None
 
 
-def dtypes_of(obs: pd.DataFrame) -> dict[str, str | None]:
-    """dtype of every column of a dataset's obs, by name: `?`, `<i8` or `<f8`; None for text."""
-    return {str(name): _dtype(obs[name]) for name in obs.columns}
-
-
-def _dtype(column: pd.Series) -> str | None:
+def dtype_of(column: pd.Series) -> str | None:
+    """dtype of a column of a dataset's obs: `?`, `<i8` or `<f8`; None for text."""
     types, missing = pd.api.types, column.isna().any()
     if types.is_bool_dtype(column):
         return None if missing else "?"
@@ -276,7 +265,8 @@ def write_columns(
         return digests
 
     levels = {name: own for name in names if (own := levels_of(chunks(name))) is not None}
-    digests = write("levels", "<u2", {name: partial(levels_in, levels=own) for name, own in levels.items()})
+    encoders = {name: lambda chunk, own=own: level_numbers(*pd.factorize(chunk), own) for name, own in levels.items()}
+    digests = write("levels", "<u2", encoders)
     numeric = [name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))]
     numbers = write("numbers", "<f8", dict.fromkeys(numeric, numbers_in))
     return {name: {"levels": own, "digest": digests[name]} for name, own in levels.items()}, numbers

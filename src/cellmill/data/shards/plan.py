@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
@@ -41,8 +41,8 @@ from cellmill.data.shards.index import (
     places,
     splitmix64,
 )
-from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
-from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtypes_of, write_columns, write_split_index
+from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
+from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
@@ -121,25 +121,18 @@ class ShardPlace:
         return f"{self.split}-{self.number:05d}.h5ad"
 
 
-class ShardPlan(BaseModel):
+class ShardPlan(CorpusSummary):
     """Contents of the plan's folder."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(strict=False)
 
     folder: Path = Field(exclude=True)
     key: str
     datasets: list[str]
-    ordered: bool  # rows are sequences
     cells_per_shard: int
     n_obs: dict[str, int]  # by split
     index: dict[str, dict[Kind, IndexEntry]]  # by split
-    left_out: dict[str, int]
-    duplicates: dict[str, int]
-    across_splits: int  # cells of which another split has an equal one
     columns: list[ObsColumn]
-    obs_levels: dict[str, ObsLevels]
-    obs_numbers: dict[str, str]
-    ranked: bool  # rows are genes in rank order; `ordered` as well
 
     @cached_property
     def obs(self) -> JointObs:
@@ -158,10 +151,6 @@ class ShardPlan(BaseModel):
         """Cells of a shard in order, of dtype `CELL`."""
         path = self.folder / f"{shard.split}.npy"
         return open_array(path, (self.n_obs[shard.split],), CELL, AGAIN)[shard.first : shard.last]
-
-    def write(self) -> None:
-        """Write plan.json, which makes the plan complete."""
-        write_json(self.folder / "plan.json", self.model_dump())
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
@@ -256,7 +245,7 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         )
         for path in folder.rglob("*.npy"):
             fsync(path)  # before plan.json, which says that they are complete
-        plan.write()
+        write_json(folder / "plan.json", plan.model_dump())
     return plan
 
 
@@ -293,7 +282,7 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
         return _Scan(
-            dtypes_of(reader.obs),
+            {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns},
             None if split_by is None else _values(reader, split_by),
             np.concatenate(hashes),
             cells,

@@ -22,7 +22,15 @@ from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
-from cellmill.data.shards.manifest import Manifest, ShardEntry, ShardVocabulary, SplitEntry, fingerprint_of, stamp
+from cellmill.data.shards.manifest import (
+    CorpusSummary,
+    Manifest,
+    ShardEntry,
+    ShardVocabulary,
+    SplitEntry,
+    fingerprint_of,
+    stamp,
+)
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
 from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, places, read_gene_ids
 from cellmill.errors import DataError
@@ -75,11 +83,7 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
         for name, shards in entries.items()
     }
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
-    of_genes: ShardVocabulary = {
-        "digest": vocabulary.digest,
-        "n_genes": vocabulary.n_genes,
-        "medians_digest": medians,
-    }
+    of_genes = ShardVocabulary(digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians)
     if vocabulary.variability is not None:
         of_genes["variability"] = vocabulary.variability.tolist()
     split = {"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac}
@@ -90,16 +94,10 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
         seed=options.seed,
         split=split,
         obs_columns=plan.obs.column_names,
-        left_out=plan.left_out,
         splits=splits,
-        obs_levels=plan.obs_levels,
-        obs_numbers=plan.obs_numbers,
-        ordered=plan.ordered,
-        duplicates=plan.duplicates,
-        ranked=plan.ranked,
-        across_splits=plan.across_splits,
+        **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
-    written = {file.name for entry in splits.values() for file in entry.files}
+    written = {file.name for file in manifest.files()}
     for path in out.parent.iterdir():  # of an earlier set of shards, which was larger or had other splits
         if _FILE_NAME.fullmatch(path.name) and path.name not in written:
             path.unlink()
