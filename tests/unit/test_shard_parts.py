@@ -32,9 +32,7 @@ from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
 from cellmill.evaluate.task import TrainedCells
-from cellmill.stages import data as divide
-from cellmill.stages import data as shard
-from cellmill.stages import data as shard_part
+from cellmill.stages import data
 from tests.unit.test_shards import two_datasets
 
 OPTIONS = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
@@ -48,7 +46,7 @@ FINGERPRINTS = {
 
 def files_of(manifest: Manifest) -> dict[str, str]:
     verify(manifest)
-    return {file.name: file.sha256 for split in manifest.splits.values() for file in split.files}
+    return {file.name: file.sha256 for file in manifest.files()}
 
 
 def test_shards_are_those_of_the_first_version(tmp_path: Path) -> None:
@@ -84,20 +82,20 @@ def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest
     vocabulary_of(ids).write(genes)
     alone = tmp_path / "alone" / "manifest.json"
     given: dict[str, Any] = {"cells": paths, "vocabulary": genes}
-    shard.shard(options=ShardOptions(shard=OPTIONS), **given, out=alone)
+    data.shard(options=ShardOptions(shard=OPTIONS), **given, out=alone)
     for jobs in (2, 7):  # there are six shards: one job has none
         options = ShardOptions(shard=OPTIONS.model_copy(update={"jobs": jobs}))
         out = tmp_path / str(jobs) / "manifest.json"
-        divide.divide(options=options, **given, out=out.parent / FOLDER / "plan.json")
+        data.divide(options=options, **given, out=out.parent / FOLDER / "plan.json")
         for part in reversed(range(jobs)):
             done = out.parent / FOLDER / f"{part + 1}-of-{jobs}.json"
-            shard_part.shard_part(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
-        shard.shard(options=options, **given, out=out)
+            data.shard_part(options=options, **given, part=f"{part + 1}-of-{jobs}", out=done)
+        data.shard(options=options, **given, out=out)
         assert files_of(Manifest.read(out)) == files_of(Manifest.read(alone))
         assert out.read_text() == alone.read_text()
         assert not (out.parent / FOLDER).exists()
     with pytest.raises(DataError, match=r"no plan of these cells and options.*run the `divide` stage"):
-        shard_part.shard_part(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
+        data.shard_part(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
 
 
 def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +236,7 @@ def test_equal_cells_are_counted_or_dropped(tmp_path: Path, capsys: pytest.Captu
     for duplicates in ("keep", "drop"):
         options = OPTIONS.model_copy(update={"duplicates": duplicates})
         out = tmp_path / duplicates / "manifest.json"
-        shard.shard(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
+        data.shard(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
         manifest = Manifest.read(out)
         assert manifest.duplicates == {"one": 5, "two": 30}
         sizes[duplicates] = sum(split.n_obs for split in manifest.splits.values())
@@ -260,7 +258,7 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     paths, ids = with_copies(tmp_path)
     vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
     options = ShardOptions(shard=Shard(split_by="batch", val_frac=0, test_frac=0.5))
-    shard.shard(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
+    data.shard(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
     manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
     assert "60 cells have an equal one in another split" in capsys.readouterr().out
     trained = json.loads(json.dumps(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0]))

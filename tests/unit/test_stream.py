@@ -171,20 +171,6 @@ def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
     assert same(parts, take(stream_of(manifest), 20))
 
 
-def test_resuming_with_another_number_of_ranks_gives_the_same_sets(manifest: Manifest) -> None:
-    whole = [sorted(cells_of(step)) for step in take(stream_of(manifest), 40)]
-    first = stream_of(manifest, 1, 2)
-    list(islice(first, 11))
-    state = first.state_dict()
-    first.close()
-    rows = []
-    for rank in range(4):
-        stream = stream_of(manifest, rank, 4)
-        stream.load_state_dict(state)
-        rows.append([cells_of(step) for step in take(stream, 29)])
-    assert [sorted(cell for part in parts for cell in part) for parts in zip(*rows)] == whole[11:]
-
-
 def test_state_of_other_data_or_another_order_is_refused_with_both_values(manifest: Manifest, tmp_path: Path) -> None:
     state = stream_of(manifest).state_dict()
     other = write_corpus(tmp_path, 100)

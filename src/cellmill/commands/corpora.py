@@ -63,7 +63,7 @@ def archive(*, manifest: Path, out: Path) -> None:
     """Archive the shards of `manifest` in the folder `out`; goes on where a killed command ended."""
     shards = Manifest.read(manifest)
     archived = archive_shards(shards, out)
-    stored = sum(shards.shard_path(file).stat().st_size for split in shards.splits.values() for file in split.files)
+    stored = sum(shards.shard_path(file).stat().st_size for file in shards.files())
     as_float = max(1, sum(8 * split.nnz for split in shards.splits.values()))
     print(
         f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / as_float:.2f} of float32; "

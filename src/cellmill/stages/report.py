@@ -33,14 +33,7 @@ def report(
     drawn = Drawings()
     try:
         page = render(options.report.title, reported, described, swept, drawn)
-    except (
-        UndefinedError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:  # deeper than reading checks
+    except (UndefinedError, LookupError, TypeError, AttributeError, ValueError) as error:  # deeper than reading checks
         folders = ", ".join(map(str, [*runs, *corpora]))
         raise DataError(f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again") from error
     write_text(out, page)

@@ -26,8 +26,7 @@ from cellmill.errors import DataError
 from cellmill.files import atomic_path, remove_incomplete
 
 MISSING = "<missing>"
-DATASET = "dataset"
-"""Column of shards that cellmill adds: the name of a cell's dataset."""
+DATASET = "dataset"  # column of shards that cellmill adds: the name of a cell's dataset
 
 
 @contextmanager

@@ -24,8 +24,7 @@ from cellmill.files import sha256_file
 from cellmill.launch.signals import STOP_SIGNALS
 
 PREFIX = "cellmill-shards-"
-LOCK = "lock"
-"""File of a folder of copies, locked while the process that owns the folder lives."""
+LOCK = "lock"  # file of a folder of copies, locked while the process that owns the folder lives
 
 
 def warn(line: str) -> None:
@@ -68,20 +67,16 @@ class LocalCopies:
 
 
 _CHUNK = 8 << 20
-_FREE_FRAC = 0.05
-"""Part of the file system that is never filled: others write to it too."""
+_FREE_FRAC = 0.05  # of the file system, which is never filled: others write to it too
 
 
 @dataclass(frozen=True)
 class CopyTask:
     """Copies to make."""
 
-    folder: str
-    """A new folder, in one that may be missing."""
-    shards: dict[str, str]
-    """SHA-256 of each shard by path, in the order of copying."""
-    limit_bytes: float | None
-    """Most bytes of all copies."""
+    folder: str  # a new one, in one that may be missing
+    shards: dict[str, str]  # SHA-256 of each shard by path, in the order of copying
+    limit_bytes: float | None  # most bytes of all copies
 
 
 class _Ended(Exception):

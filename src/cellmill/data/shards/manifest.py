@@ -85,8 +85,7 @@ class CorpusSummary(_Part):
     obs_levels: dict[str, ObsLevels]  # of obs columns with levels
     obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
     ordered: bool  # rows are sequences
-    duplicates: dict[str, Count]
-    """By dataset, number of cells equal to an earlier one of the corpus, kept or dropped (`shard.duplicates`)."""
+    duplicates: dict[str, Count]  # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
     ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
     across_splits: Count  # number of cells of which another split has an equal one
 
@@ -95,8 +94,7 @@ class Manifest(CorpusSummary):
     """Contents of manifest.json; the shards are beside it."""
 
     path: Annotated[Path, Field(exclude=True)]
-    fingerprint: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Digest of cells, order, split and vocabulary; not of paths or library versions."""
+    fingerprint: Digest  # of cells, order, split and vocabulary; not of paths or library versions
     vocabulary: ShardVocabulary
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`

@@ -70,8 +70,7 @@ def read_places(descriptor: int, table: np.ndarray, offset: int) -> int:
     return int(n_read)
 
 
-MOST_OPEN = 256
-"""Files open at once: a quarter of the usual limit of a process. A window of a lane reads from 128 at most."""
+MOST_OPEN = 256  # files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
 
 
 @dataclass

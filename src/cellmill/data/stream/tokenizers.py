@@ -289,7 +289,8 @@ class BinnedTokenizer(FirstGenes):
         if self._edges is None:
             return kept.token_ids(genes), kept.of(_bins(counts, starts, self._options.bins))
         ids, values = log_tokens(kept, genes, counts, starts)
-        return ids, shared_bins(values, self._edges)
+        # a value at an edge is in the bin above it
+        return ids, (1 + np.searchsorted(self._edges, values, side="right")).astype(np.int32)
 
 
 def shared_edges(options: BinnedTokens) -> np.ndarray | None:
@@ -304,11 +305,6 @@ def shared_edges(options: BinnedTokens) -> np.ndarray | None:
     if options.edges is None:
         raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
     return np.array(options.edges)
-
-
-def shared_bins(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Bin from 1, int32, of each value: a value at an edge is in the bin above it."""
-    return (1 + np.searchsorted(edges, values, side="right")).astype(np.int32)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
