@@ -139,16 +139,19 @@ def mutated_manifest(text: str, rng: random.Random) -> tuple[str, str]:
     return changed.replace(json.dumps(DEEP), "[" * 10_000 + "]" * 10_000), f"{kind} {key!r}: {value!r}, {signed=}"
 
 
-def seeds() -> list[int]:
-    return [1, random.SystemRandom().randrange(10**9)]
+@pytest.fixture
+def folder(corpus: Path, tmp_path: Path) -> Path:
+    """A copy of the shards, to damage."""
+    return Path(shutil.copytree(corpus, tmp_path / "shards"))
 
 
-@pytest.mark.parametrize("which", ["fixed", "random"])
-def test_a_mutated_manifest_is_refused_or_read_right(corpus: Path, right: str, tmp_path: Path, which: str) -> None:
-    seed = seeds()[which == "random"]
-    print(f"seed {seed}")
-    folder, rng = tmp_path / "shards", random.Random(seed)
-    shutil.copytree(corpus, folder)
+@pytest.fixture(params=["fixed", "random"])
+def seed(request: pytest.FixtureRequest) -> int:
+    return 1 if request.param == "fixed" else random.SystemRandom().randrange(10**9)
+
+
+def test_a_mutated_manifest_is_refused_or_read_right(corpus: Path, right: str, folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
     text = (corpus / "manifest.json").read_text()
     for number in range(MUTATIONS):
         changed, what = mutated_manifest(text, rng)
@@ -288,13 +291,8 @@ def test_an_index_of_other_numbers_is_refused(corpus: Path, right: str, tmp_path
         assert check(folder, None if signed else right, what) or what in ("hashes of zeros", "hashes that fall"), what
 
 
-@pytest.mark.parametrize("which", ["fixed", "random"])
-def test_a_shard_with_random_bytes_is_refused(corpus: Path, right: str, tmp_path: Path, which: str) -> None:
-    seed = seeds()[which == "random"]
-    print(f"seed {seed}")
-    folder, rng = tmp_path / "shards", random.Random(seed)
-    shutil.copytree(corpus, folder)
-    shard = folder / "train-00001.h5ad"
+def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: int) -> None:
+    rng, shard = random.Random(seed), folder / "train-00001.h5ad"
     content = shard.read_bytes()
     for number in range(MUTATIONS):
         changed = bytearray(content)
@@ -306,9 +304,7 @@ def test_a_shard_with_random_bytes_is_refused(corpus: Path, right: str, tmp_path
         check(folder, right, what)
 
 
-def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(corpus: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    shutil.copytree(corpus, folder)
+def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(folder: Path) -> None:
     manifest = Manifest.read(folder / "manifest.json")
     assert len(TrainedCells([manifest], ["one"]).seen["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:

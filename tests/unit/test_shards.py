@@ -230,8 +230,7 @@ def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(corpus: Manifest, tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    shutil.copytree(corpus.path.parent, folder)
+    folder = shutil.copytree(corpus.path.parent, tmp_path / "shards")
     rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
     rows.read_genes(0, 4)
     with open(rows.path, "r+b") as file:

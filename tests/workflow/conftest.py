@@ -45,9 +45,11 @@ class Project:
     def command(self, *arguments: str, profile: str | None = "profiles/local") -> list[str]:
         return [sys.executable, "-m", "snakemake", *self.words(*arguments, profile=profile)]
 
-    def snakemake(self, *arguments: str, profile: str | None = "profiles/local") -> subprocess.CompletedProcess[str]:
-        """Run `snakemake`, a dry run in a fork of the server; `stdout` is all that a user sees."""
-        if {"-n", "--dry-run"} & {*arguments}:
+    def snakemake(
+        self, *arguments: str, profile: str | None = "profiles/local", environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `snakemake`; `stdout` is all that a user sees. A dry run without `environment` is a fork of the server."""
+        if environment is None and {"-n", "--dry-run"} & {*arguments}:
             words, out = self.words(*arguments, profile=profile), self.folder.with_name("said.txt")
             running = server()
             assert running.stdin is not None
@@ -59,7 +61,7 @@ class Project:
         return subprocess.run(
             self.command(*arguments, profile=profile),
             cwd=self.folder,
-            env=os.environ | ENVIRONMENT,
+            env=environment or os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

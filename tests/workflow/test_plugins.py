@@ -55,18 +55,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(folder)
 
 
-def snakemake(project: Project, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        project.command(*words),
-        cwd=project.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.fixture
 def without_torch(plugins: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """An environment in which importing torch fails."""
@@ -77,7 +65,7 @@ def without_torch(plugins: dict[str, str], tmp_path: Path) -> dict[str, str]:
 def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
     project: Project, without_torch: dict[str, str]
 ) -> None:
-    done = snakemake(project, without_torch, "--dry-run")
+    done = project.snakemake("--dry-run", environment=without_torch)
     assert done.returncode == 0, done.stdout
     words = [sys.executable, "-m", "cellmill.cli", "preprocess", "--help"]
     text = subprocess.run(words, env=without_torch, capture_output=True, text=True).stdout
@@ -96,14 +84,14 @@ def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
 def test_a_dry_run_refuses_wrong_options_of_plugins_in_one_line(
     project: Project, without_torch: dict[str, str], changed: str, line: str
 ) -> None:
-    done = snakemake(project, without_torch, "--dry-run", "--config", changed)
+    done = project.snakemake("--dry-run", "--config", changed, environment=without_torch)
     assert done.returncode != 0
     assert [said for said in done.stdout.splitlines() if line in said], done.stdout
 
 
 @pytest.mark.full
 def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, plugins: dict[str, str]) -> None:
-    done = snakemake(project, plugins)
+    done = project.snakemake(environment=plugins)
     assert done.returncode == 0, done.stdout
     runs = project.folder / "results" / "runs"
     tracked = [json.loads(line) for line in (project.folder / "tracked.jsonl").read_text().splitlines()]

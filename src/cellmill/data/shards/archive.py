@@ -85,7 +85,7 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
                 source.seek(start)
                 for piece in _pieces(source, stop - start):
                     rest.write(piece)
-        by_gene = [] if rows is None or not isinstance(file, ShardEntry) else _write_rows(archive, rows)
+        by_gene = [] if rows is None else _write_rows(archive, rows)
         layout = {"sha256": file.sha256, "size": path.stat().st_size, "by_gene": by_gene}
         archive.writestr("layout.json", json.dumps(layout))
 

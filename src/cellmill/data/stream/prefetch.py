@@ -351,15 +351,6 @@ class LaneLengths:
             self._kept = wider
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A window that is being read, or has been once `tasks` are empty."""
-
-    window: StreamWindow
-    tasks: list[Future[None]]
-    buffer: Buffer
-
-
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
@@ -368,7 +359,8 @@ class _ReadAhead:
     ):
         self._windows, self._shards, self._dtype, self._pool = windows, shards, dtype, pool
         self._free: list[Buffer] = []
-        self._started: list[_Reading] = []
+        # windows that are being read, or have been once their tasks are empty
+        self._started: list[tuple[StreamWindow, list[Future[None]], Buffer]] = []
         self._start()
         self._start()
 
@@ -379,8 +371,8 @@ class _ReadAhead:
         Returns the number of steps. They are counted over all epochs and taken in order. Parts are valid until the
         next call.
         """
-        self._free += [reading.buffer for reading in self._started if reading.window.last_step < step]
-        self._started = [reading for reading in self._started if reading.window.last_step >= step]
+        self._free += [buffer for window, _, buffer in self._started if window.last_step < step]
+        self._started = [reading for reading in self._started if reading[0].last_step >= step]
         while len(self._started) < 2 and self._start():
             pass
         parts, at, left = [], 0, int(n[0])
@@ -388,7 +380,7 @@ class _ReadAhead:
             if at == len(self._started):  # windows of lanes may end at different steps
                 started = self._start()
                 assert started, f"{left} cells of step {step} are in no window"
-            window, tasks = self._started[at].window, self._started[at].tasks
+            window, tasks, _ = self._started[at]
             part = window.steps(step)
             if len(part.cells):
                 while tasks:
@@ -416,7 +408,7 @@ class _ReadAhead:
         reads, per_task = _Reads(cells, window.position), -(-len(runs) // _TASKS)
         parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
         tasks = [self._pool.submit(reads.read, part) for part in parts]
-        self._started.append(_Reading(replace(window, cells=cells), tasks, buffer))
+        self._started.append((replace(window, cells=cells), tasks, buffer))
         return True
 
 
