@@ -147,22 +147,6 @@ def test_a_shard_is_contiguous_aligned_and_little_endian(tmp_path: Path) -> None
                 assert dataset.id.get_offset() % 4096 == 0
 
 
-def test_the_order_on_disk_is_shuffled_and_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    names = {}
-    for folder, seed in (("one", 0), ("two", 0), ("three", 1)):
-        cells = [write_dataset(tmp_path / folder / "a.h5ad", random_counts(250, 40), genes_named(40))]
-        options = Shard(val_frac=0, test_frac=0, cells_per_shard=100, seed=seed)
-        manifest = write_shards(cells, vocabulary_of(genes_named(40)), options, tmp_path / folder / "manifest.json")
-        names[folder] = [n for path in shard_files(manifest) for n in ad.read_h5ad(path).obs_names], manifest
-    assert names["one"][0] == names["two"][0]
-    assert names["one"][1].fingerprint == names["two"][1].fingerprint
-    assert names["one"][0] != names["three"][0]
-    assert names["one"][1].fingerprint != names["three"][1].fingerprint
-    numbers = np.array([int(name.split(":cell")[1]) for name in names["one"][0]])
-    assert sorted(numbers) == list(range(250))
-    assert abs(np.corrcoef(numbers, np.arange(250))[0, 1]) < 0.2
-
-
 def test_datasets_in_any_order_give_the_same_shards(tmp_path: Path) -> None:
     paths, _, ids = two_datasets(tmp_path)
     made = [

@@ -20,7 +20,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch, recycled_empty
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout, permutation
+from cellmill.data.stream.order import Epoch, EpochLayout
 from cellmill.errors import ConfigError, DataError
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
@@ -272,12 +272,6 @@ def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_pat
 def _entropy(values: np.ndarray) -> float:
     p = np.unique(values, return_counts=True)[1] / len(values)
     return float(-(p * np.log2(p)).sum())
-
-
-def test_permutations_are_pinned_and_differ_by_every_part_of_their_position() -> None:
-    assert permutation(8, 0, 1, 0, 0).tolist() == [5, 3, 7, 2, 4, 1, 0, 6]
-    places = [(0, 1, 0, 0), (1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 0, 0, 1)]
-    assert len({tuple(permutation(50, *place)) for place in places}) == len(places)
 
 
 def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifest) -> None:

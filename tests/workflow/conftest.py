@@ -48,7 +48,10 @@ class Project:
     def snakemake(
         self, *arguments: str, profile: str | None = "profiles/local", environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `snakemake`; `stdout` is all that a user sees. A dry run without `environment` is a fork of the server."""
+        """Run `snakemake`, a dry run in a fork of the server unless it has an `environment` of its own.
+
+        `stdout` is all that a user sees.
+        """
         if environment is None and {"-n", "--dry-run"} & {*arguments}:
             words, out = self.words(*arguments, profile=profile), self.folder.with_name("said.txt")
             running = server()

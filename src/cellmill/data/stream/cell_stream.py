@@ -233,10 +233,7 @@ class _Ahead:
     def __init__(self, items: Iterator[list[list[Batch]]]):
         self._items, self._is_stopped = items, False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
-        self._made = deque(self._pool.submit(self._next) for _ in range(_AHEAD))
-
-    def _next(self) -> list[list[Batch]] | None:
-        return next(self._items, None)
+        self._made = deque(self._pool.submit(next, self._items, None) for _ in range(_AHEAD))
 
     def __iter__(self) -> Iterator[list[Batch]]:
         while self._made:
@@ -247,7 +244,7 @@ class _Ahead:
             if item is None:
                 return
             with suppress(RuntimeError):  # as above: no task is taken any more
-                self._made.append(self._pool.submit(self._next))
+                self._made.append(self._pool.submit(next, self._items, None))
             for each in item:
                 if self._is_stopped:
                     return

@@ -186,8 +186,8 @@ class EpochLayout:
         For steps `(n, 1)`, `(n, lanes)`.
         """
         if not self.equal_steps:
-            return np.minimum(step * self.per_lane, self._dealt(self.n_cells))
-        return self._dealt(step * self.n_cells // self.steps_per_epoch)
+            return np.minimum(step * self.per_lane, self.deal(self.n_cells))
+        return self.deal(step * self.n_cells // self.steps_per_epoch)
 
     def steps_of(self, lane: int, places: np.ndarray) -> np.ndarray:
         """Steps of an epoch that take the cells at `places` of a lane, `(cells,)` int64 each."""
@@ -200,7 +200,7 @@ class EpochLayout:
         """Cells of all lanes before step `step` of an epoch."""
         return int(self.lanes_before(step).sum())
 
-    def _dealt(self, cells: int | np.ndarray) -> np.ndarray:
+    def deal(self, cells: int | np.ndarray) -> np.ndarray:
         """Cells of each lane if `cells` are dealt one by one."""
         return -((np.arange(self.lanes) - cells) // self.lanes)
 
@@ -227,8 +227,7 @@ class Epoch:
             short = short[permutation(len(short.n), layout.seed, BLOCKS, epoch, 1)]
         dealt = len(full.n) // layout.lanes * layout.lanes
         rest = full[dealt:] + short
-        share, extra = divmod(int(rest.n.sum()), layout.lanes)
-        cuts = np.cumsum([0] + [share + (lane < extra) for lane in range(layout.lanes)]).tolist()
+        cuts = np.cumsum([0, *layout.deal(int(rest.n.sum()))]).tolist()
         self.lanes = [
             full[lane : dealt : layout.lanes] + rest.cut(cuts[lane], cuts[lane + 1]) for lane in range(layout.lanes)
         ]
@@ -291,8 +290,7 @@ class RepeatedEpoch(Epoch):
         self._copy, self._n = self._copy[order], n[order]
         self._starts, self._sizes = starts[block[order]], sizes[block[order]]
         self._ends = np.cumsum(self._n)
-        share, extra = divmod(layout.n_cells, layout.lanes)
-        self.lane_cells = [share + (lane < extra) for lane in range(layout.lanes)]
+        self.lane_cells = layout.deal(layout.n_cells).tolist()
         self._lane_first = np.concatenate([[0], np.cumsum(self.lane_cells)])
         window = layout.window_blocks * layout.block_cells
         self.borders = [np.append(np.arange(0, cells, window), cells) for cells in self.lane_cells]
