@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def levels_of(chunks: Iterable[Any]) -> list[str] | None:
         if len(texts) > MAX_LEVELS:
             return None
     return sorted(texts - {MISSING}) + [MISSING] * missing
+
+
+def levels_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
+    """Numbers of levels, int32, of an array of values."""
+    codes, values = pd.factorize(chunk)
+    return level_numbers(codes, values, levels)
 
 
 def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
@@ -265,8 +272,7 @@ def write_columns(
         return digests
 
     levels = {name: own for name in names if (own := levels_of(chunks(name))) is not None}
-    encoders = {name: lambda chunk, own=own: level_numbers(*pd.factorize(chunk), own) for name, own in levels.items()}
-    digests = write("levels", "<u2", encoders)
+    digests = write("levels", "<u2", {name: partial(levels_in, levels=own) for name, own in levels.items()})
     numeric = [name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))]
     numbers = write("numbers", "<f8", dict.fromkeys(numeric, numbers_in))
     return {name: {"levels": own, "digest": digests[name]} for name, own in levels.items()}, numbers
