@@ -24,6 +24,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
+from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
 from cellmill.parallel import apply, chunked_loss, likelihoods
@@ -36,7 +37,7 @@ from cellmill.planner.size import Flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
-from cellmill.train.loop import StopFlag, Trainer
+from cellmill.train.loop import Trainer
 from cellmill.train.worker import build_model, build_trainer
 from tests.distributed import buffered
 

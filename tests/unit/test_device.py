@@ -60,11 +60,10 @@ def test_missing_gpus_are_named_with_node_driver_and_build_of_torch(
         decide(wanted, nodes, 4)
 
 
-def test_one_gpu_is_one_gpu() -> None:
-    with pytest.raises(UserError, match=r"^expected 1 GPU per node, one per process, but node0 shows 0 GPUs \("):
-        decide("cuda", [node(0, 0)], 1)
-    with pytest.raises(UserError, match=r"^expected 2 GPUs per node, one per process, but node0 shows 1 GPU \("):
-        decide("cuda", [node(0, 1)], 2)
+@pytest.mark.parametrize(("gpus", "line"), [(0, "1 GPU per .* shows 0 GPUs"), (1, "2 GPUs per .* shows 1 GPU")])
+def test_one_gpu_is_one_gpu(gpus: int, line: str) -> None:
+    with pytest.raises(UserError, match=rf"^expected {line} \("):
+        decide("cuda", [node(0, gpus)], gpus + 1)
 
 
 def test_the_first_rank_decides_and_the_others_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

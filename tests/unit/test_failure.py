@@ -68,50 +68,37 @@ def test_memory_that_runs_out_outside_of_torchs_allocator_is_out_of_memory(error
     assert is_out_of_memory(error)
 
 
-def positions(*where: tuple[int, str, int] | None) -> list[Position | None]:
-    return [None if at is None else Position(*at, host=f"node{rank // 2}") for rank, at in enumerate(where)]
+def positions(*where: tuple[int, str, bool] | None, tick: int) -> list[Position | None]:
+    """Positions of ranks that have passed so many, are at `what`, and respond or not, so many ticks after the first."""
+    placed = [None if at is None else (at[0], at[1], tick if at[2] else 0) for at in where]
+    return [None if at is None else Position(*at, host=f"node{rank // 2}") for rank, at in enumerate(placed)]
 
 
 GRADIENTS, LOADING, NORM = "the gradient reduction of step 2", "data loading of step 2", "the gradient norm of step 2"
 
 
 @pytest.mark.parametrize(
-    ("earlier", "now", "line"),
+    ("where", "line"),
     [
-        (
-            positions((9, GRADIENTS, 1), (8, LOADING, 1)),
-            positions((9, GRADIENTS, 5), (8, LOADING, 5)),
-            "rank 1 on node0 is stuck at data loading of step 2; the other ranks have waited 600 s (train.timeout_s) "
-            "at the gradient reduction of step 2",
-        ),
-        (
-            positions((9, NORM, 1), (9, NORM, 1), (8, "x", 1)),
-            positions((9, NORM, 5), (9, NORM, 1), (8, "x", 5)),
-            "rank 1 on node0 does not respond; the other ranks have waited 600 s (train.timeout_s) at the gradient "
-            "norm of step 2",
-        ),
-        (
-            positions((9, "the sum of losses of step 2", 1), (1, "the start", 1), None, (1, "the start", 1)),
-            positions((9, "the sum of losses of step 2", 5), (1, "the start", 1), None, (1, "the start", 1)),
-            "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 600 s "
-            "(train.timeout_s) at the sum of losses of step 2",
-        ),
-        (
-            positions((9, "the checkpoint of step 2", 1), (9, "the checkpoint of step 2", 1)),
-            positions((9, "the checkpoint of step 2", 5), (9, "the checkpoint of step 2", 5)),
-            "all ranks have waited 600 s (train.timeout_s) at the checkpoint of step 2 and none is behind: check the "
-            "network between them",
-        ),
-        (
-            positions((9, LOADING, 1)),
-            positions((9, LOADING, 5)),
-            "rank 0 on node0 has been stuck at data loading of step 2 for 600 s (train.timeout_s); its stack is in "
-            "the log",
-        ),
+        ([(9, GRADIENTS, True), (8, LOADING, True)],
+         "rank 1 on node0 is stuck at data loading of step 2; the other ranks have waited 600 s (train.timeout_s) at "
+         "the gradient reduction of step 2"),
+        ([(9, NORM, True), (9, NORM, False), (8, "x", True)],
+         "rank 1 on node0 does not respond; the other ranks have waited 600 s (train.timeout_s) at the gradient norm "
+         "of step 2"),
+        ([(9, "the sum of losses of step 2", True), (1, "the start", False), None, (1, "the start", False)],
+         "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 600 s (train.timeout_s) "
+         "at the sum of losses of step 2"),
+        ([(9, "the checkpoint of step 2", True)] * 2,
+         "all ranks have waited 600 s (train.timeout_s) at the checkpoint of step 2 and none is behind: check the "
+         "network between them"),
+        ([(9, LOADING, True)],
+         "rank 0 on node0 has been stuck at data loading of step 2 for 600 s (train.timeout_s); its stack is in "
+         "the log"),
     ],
-)
-def test_the_line_names_the_rank_behind(earlier: list[Position | None], now: list[Position | None], line: str) -> None:
-    assert hang_line(earlier, now, "600 s (train.timeout_s)") == line
+)  # fmt: skip
+def test_the_line_names_the_rank_behind(where: list[tuple[int, str, bool] | None], line: str) -> None:
+    assert hang_line(positions(*where, tick=0), positions(*where, tick=4), "600 s (train.timeout_s)") == line
 
 
 def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,26 +111,23 @@ def test_a_rank_that_never_joins_is_named_with_its_node(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, str(value))
     dist.PrefixStore("watch", agent).set("1", json.dumps(asdict(Position(0, "joining the process group", 1, "node0"))))
     lines: queue.Queue[str] = queue.Queue()
-    watch = HangWatch()
-    watch.start(0.4, lines.put)
+
+    def line() -> str:
+        HangWatch().start(0.4, lines.put)
+        return lines.get(timeout=20)
+
     # rank 1 publishes nothing more either; ranks 2 and 3 never published anything
-    assert lines.get(timeout=20) == (
+    assert line() == (
         "rank 1 on node0 and 2 more (ranks 2, 3) do not respond; the other ranks have waited 0.4 s (train.timeout_s) "
         "at joining the process group"
     )
     assert "most recent call first" in (tmp_path / "node-0.log").read_text(), "the stack of a rank that waits"
     agent.delete_key("watch/1")
-    watch = HangWatch()
-    watch.start(0.4, lines.put)
-    assert "rank 1 and 2 more" in lines.get(timeout=20)  # node 0 has not said its name
+    assert "rank 1 and 2 more" in line()  # node 0 has not said its name
     agent.set("nodes/0", "node6")
-    watch = HangWatch()
-    watch.start(0.4, lines.put)
-    assert lines.get(timeout=20).startswith("rank 1 on node6 and 2 more")
+    assert line().startswith("rank 1 on node6 and 2 more")
     monkeypatch.setattr(failure, "JOIN_S", 0.8)
-    watch = HangWatch()
-    watch.start(0.4, lines.put)
-    assert "waited 0.8 s (the least time to join) at" in lines.get(timeout=20)
+    assert "waited 0.8 s (the least time to join) at" in line()
 
 
 ALONE = """

@@ -109,9 +109,11 @@ def test_a_claim_that_is_being_written_is_read_again(tmp_path: Path) -> None:
         claim(tmp_path, "2", wait=lambda _: next(seconds)())
 
 
-def test_a_job_that_ended_leaves_the_folder_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", ["2", "1"], ids=["another", "requeued"])
+def test_a_job_that_ended_leaves_the_folder_at_once(tmp_path: Path, job: str) -> None:
     claim(tmp_path, "1").release()
-    assert claim(tmp_path, "2", wait=never).job == "2"
+    own = claim(tmp_path, job, wait=never)
+    assert (own.job, own.file.name) == (job, "00000002.json")
 
 
 def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Path) -> None:
@@ -160,8 +162,3 @@ def test_a_job_that_was_silent_for_too_long_learns_that_another_has_its_run(tmp_
     other.renewed -= module.RENEW_S
     other.renew()
     assert claimant(tmp_path) == "2"
-
-
-def test_a_requeued_job_takes_its_folder_back(tmp_path: Path) -> None:
-    claim(tmp_path, "1").release()
-    assert claim(tmp_path, "1", wait=never).file.name == "00000002.json"

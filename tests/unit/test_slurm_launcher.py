@@ -166,32 +166,30 @@ def leaving(scripted: Scripted, file: str, text: str) -> None:
     scripted.hook("sbatch", f"{code}    (job / {file!r}).write_text({text!r})")
 
 
-def test_a_failed_collective_is_the_reason_if_no_process_knew_more(scripted: Scripted) -> None:
-    leaving(scripted, "connection.txt", "rank 3 on node1: all_reduce failed: closed")
-    error = scripted.refused(*[listed("FAILED"), NONE, NONE] * 3)
-    assert re.fullmatch("3 jobs in a row ended without a new checkpoint; job 7 ended .*: closed", error)
-    line = "job 7 ended with FAILED: rank 3 on node1: all_reduce failed: closed; going on from step 0 with another job"
-    assert scripted.capsys.readouterr().out.count(f"{line}\n") == 2
+CLOSED = ("connection.txt", "rank 0 on node1: all_reduce failed: closed")
+KILLED = ("7_1_log.out", "rank 3 on node2 ended with signal SIGKILL")
+LATE = ("late.txt", "1 of 2 nodes have not joined: node2; their logs may say why")
 
 
-def test_the_signal_that_killed_a_rank_is_the_reason_before_the_collective_that_it_broke(scripted: Scripted) -> None:
-    killed = "rank 3 on node2 ended with signal SIGKILL"
-    jobs = str(scripted.train / "jobs")
-    code = f"for job in Path({jobs!r}).glob('*'):\n    (job / '7_0_log.out').touch()\n"
-    code += "    (job / 'connection.txt').write_text('rank 0 on node1: all_reduce failed: closed')\n"
-    scripted.hook("sbatch", f"{code}    (job / '7_1_log.out').write_text({killed!r})")
-    error = scripted.refused(*[listed("FAILED"), NONE, NONE] * 3)
-    assert error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with FAILED: {killed}"
-
-
-def test_a_short_limit_is_not_blamed_for_nodes_that_never_joined(scripted: Scripted) -> None:
-    leaving(scripted, "late.txt", "1 of 2 nodes have not joined: node2; their logs may say why")
+@pytest.mark.parametrize(
+    ("files", "state", "why"),
+    [
+        ([CLOSED], "FAILED", CLOSED[1]),
+        ([CLOSED, KILLED], "FAILED", KILLED[1]),  # the signal broke the collective
+        ([LATE], "TIMEOUT", LATE[1]),  # and a short limit is not blamed
+    ],
+    ids=["collective", "signal", "late nodes"],
+)
+def test_what_a_job_left_is_the_reason_if_no_process_knew_more(
+    scripted: Scripted, files: list[tuple[str, str]], state: str, why: str
+) -> None:
+    for file in files:
+        leaving(scripted, *file)
     scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
-    error = scripted.refused(*[listed("TIMEOUT"), NONE, NONE] * 3)
-    assert error == (
-        "3 jobs in a row ended without a new checkpoint; job 7 ended with TIMEOUT: 1 of 2 nodes have not joined: "
-        "node2; their logs may say why"
-    )
+    error = scripted.refused(*[listed(state), NONE, NONE] * 3)
+    assert error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with {state}: {why}"
+    line = f"job 7 ended with {state}: {why}; going on from step 0 with another job\n"
+    assert scripted.capsys.readouterr().out.count(line) == 2
 
 
 @pytest.mark.parametrize("holder", ["6", "7"])

@@ -21,6 +21,7 @@ from cellmill.runs.identity import changed_keys, identity
 from cellmill.runs.lock import locked
 from cellmill.runs.progress import cut_back, read_lines
 from cellmill.track.tracker import JsonlTracker
+from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
 
 
@@ -213,29 +214,23 @@ def test_stored_options_that_this_version_cannot_read_are_named_with_their_file(
         changes(resolved | {"train": resolved["train"] | {"momentum": 0.9}})
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_s_run_is_refused_with_its_owner_s_name() -> None:
-    if os.getuid() != 0:
-        pytest.skip("acting as a second user needs root")
+    def attempt() -> bytes:
+        try:
+            with TrainFolder(train).locked():
+                return b"locked"
+        except DataError as error:
+            return str(error).encode()
+
     with tempfile.TemporaryDirectory() as shared:
         os.chmod(shared, 0o755)
-        with TrainFolder(Path(shared) / "train").locked():
+        train = Path(shared) / "train"
+        with TrainFolder(train).locked():
             pass
-        assert stat.S_IMODE((Path(shared) / "train").stat().st_mode) == 0o700
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.setuid(65534)
-            try:
-                with TrainFolder(Path(shared) / "train").locked():
-                    os.write(writer, b"locked")
-            except DataError as error:
-                os.write(writer, str(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        said = os.read(reader, 1000).decode()
-        assert said == (
-            f"{shared}/train: this run belongs to root; give yours another name, or use a checkout of your own"
-        )
+        assert stat.S_IMODE(train.stat().st_mode) == 0o700
+        said = as_user(NOBODY, attempt).decode()
+        assert said == f"{train}: this run belongs to root; give yours another name, or use a checkout of your own"
 
 
 def test_a_holder_on_another_host_is_not_signalled(tmp_path: Path) -> None:

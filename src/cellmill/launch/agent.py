@@ -151,14 +151,9 @@ def interface_between_nodes(first: str) -> str | None:
             probe.connect((target, 9))
             address = probe.getsockname()[0]
             if not ipaddress.ip_address(address).is_loopback:
-                return interface_of(address)
+                found = psutil.net_if_addrs().items()
+                return next((name for name, each in found if address in (entry.address for entry in each)), None)
     return None
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the interface with this IPv4 address; None if there is none."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, each in found if address in (entry.address for entry in each)), None)
 
 
 def run() -> None:

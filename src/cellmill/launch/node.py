@@ -31,7 +31,7 @@ from cellmill.files import read_json, write_json, write_text
 from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_local, wait_for
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous, secret_of_start
-from cellmill.launch.signals import STOP_SIGNALS, children, die_with_parent, handled_by, signal_all
+from cellmill.launch.signals import STOP_SIGNALS, StopFlag, children, die_with_parent, handled_by, signal_all
 from cellmill.runs.jobs import CONNECTION, LATE, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
 
@@ -106,7 +106,7 @@ class NodeTask:
         The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
         process of another node could join, and NodeFailed if the agent failed or the node lacks the interface.
         """
-        stop, attempt = Forwarder(), None
+        stop, attempt = StopFlag("saving"), None
         with ExitStack() as at_end:
             if node.rank == 0:
                 own = claim(Path(self.folder).parents[1], node.job_id)
@@ -133,7 +133,7 @@ class NodeTask:
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
-    def run_agent(self, node: StepNode, restart: int, stop: Forwarder, attempt: Attempt | None) -> int:
+    def run_agent(self, node: StepNode, restart: int, stop: StopFlag, attempt: Attempt | None) -> int:
         """Run this node's agent, forwarding signals to its workers; return its exit code. An agent that fails on
         another node ends this one too."""
         command = self.job(node).command(signals="SIGQUIT")
@@ -179,20 +179,6 @@ class NodeTask:
         variables = agent_environment(self.nproc_per_node, 0, str(self.error))
         variables[NODE_LOG] = str(self.error.with_name(f"node-{node.rank}.log"))
         return variables | place.environment() | (interface if self.interface else {})
-
-
-class Forwarder:
-    """Notes the first stop signal, to be forwarded to the workers."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number).name
-            os.write(1, f"{self.received}: saving\n".encode())
 
 
 class Attempt:

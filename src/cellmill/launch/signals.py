@@ -50,6 +50,22 @@ def blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+class StopFlag:
+    """Handler of `STOP_SIGNALS`, installed when created; `received` is the name of the first one."""
+
+    def __init__(self, note: str = "") -> None:
+        self.received: str | None = None
+        self._note = note  # printed after the name, if there is one
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            if self._note:
+                os.write(1, f"{self.received}: {self._note}\n".encode())
+
+
 class Requests:
     """Requests that signals have made of a follower."""
 

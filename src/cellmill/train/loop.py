@@ -8,7 +8,6 @@ loop never waits for a GPU. A stop signal only sets a flag; all ranks save toget
 
 import importlib
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.files import write_json
 from cellmill.finetune.method import group_rates, load_method, rates_line
-from cellmill.launch.signals import STOP_SIGNALS
+from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
@@ -80,18 +79,6 @@ class LossParts:
     def labelled(self, targets: Sequence[float], cells: float) -> dict[str, float]:
         """Return the share of a step's cells with a target, of each part with one per cell, for metrics.jsonl."""
         return {f"labelled_frac{name and f'_{name}'}": targets[at] / cells for name, at in self.labels.items()}
-
-
-class StopFlag:
-    """Handler of `STOP_SIGNALS`, installed when made; `received` is the name of the last one."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: object) -> None:
-        self.received = signal.Signals(number).name
 
 
 VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training

@@ -32,7 +32,7 @@ with importing():
     from cellmill.errors import UserError
     from cellmill.files import read_json
     from cellmill.finetune.method import check_trains, load_method, trained_names
-    from cellmill.launch.signals import die_with_parent
+    from cellmill.launch.signals import StopFlag, die_with_parent
     from cellmill.models.build import ModelSpec, build
     from cellmill.models.export import initial_tensors, mean_gene_rows
     from cellmill.models.family import Model
@@ -46,7 +46,7 @@ with importing():
     from cellmill.runs.folder import TrainFolder
     from cellmill.track.tracker import ConsoleTracker, JsonlTracker
     from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason, trace_file
-    from cellmill.train.loop import StopFlag, Trainer
+    from cellmill.train.loop import Trainer
     from cellmill.train.staging import Staging, agree, verify_shards
 
 DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
