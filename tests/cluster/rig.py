@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 TEMPLATES = Path(__file__).parent / "config"
+PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "srun")
 PACKAGES = "slurm-wlm slurmctld slurmd slurm-client munge iproute2"
 ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
@@ -43,9 +44,8 @@ class RigError(Exception):
 
 def missing(accounting: bool = False) -> str | None:
     """Reason why no rig can be started here, with the packages to install; None if it can."""
-    paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     for command in COMMANDS + (("slurmdbd", "mariadbd") if accounting else ()):
-        if shutil.which(command, path=paths) is None:
+        if shutil.which(command, path=PATHS) is None:
             packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}" if accounting else PACKAGES
             return f"{command} is not installed (apt-get install --no-install-recommends {packages})"
     if accounting and os.getuid() != 0:
@@ -189,8 +189,7 @@ class Rig:
         return self.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False).split().count("idle")
 
     def _env(self) -> dict[str, str]:
-        paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-        return os.environ | self.environment | {"PATH": paths}
+        return os.environ | self.environment | {"PATH": PATHS}
 
     def _until(self, condition: Callable[[], bool], what: str, log: str) -> None:
         if not wait(condition, START_S):
@@ -201,7 +200,7 @@ class Rig:
         return f"{NETWORK}.{10 + number}" if self.namespaces else "127.0.0.1"
 
     def _write_config(self) -> None:
-        host, controller = socket.gethostname(), f"{NETWORK}.1" if self.namespaces else "127.0.0.1"
+        host, controller = socket.gethostname(), self._controller()
         nodes = []
         for number in range(1, NODES + 1):
             kind = "a100" if number < 3 else "h100"
@@ -349,8 +348,7 @@ def namespace(node: str) -> str:
 
 def call(*command: str, env: dict[str, str] | None = None) -> None:
     """Run a command. Raises RigError with its output."""
-    paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    env = env or os.environ | {"PATH": paths}
+    env = env or os.environ | {"PATH": PATHS}
     done = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

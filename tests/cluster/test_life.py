@@ -57,9 +57,7 @@ class Life:
     def start(self, rest_s: float = 0.8, **environment: str) -> Launched:
         """The same command as always; its workers rest `rest_s` after each step."""
         given = self.rig.environment | {"WANDB_API_KEY": SECRET} | environment
-        self.launcher = Launched.start(
-            self.corpus, self.train, run_options(STEPS, lr=3e-4), given, rest_s=rest_s, **MACHINE
-        )
+        self.launcher = Launched.start(self.corpus, self.train, OPTIONS, given, rest_s=rest_s, **MACHINE)
         return self.launcher
 
     @property

@@ -11,14 +11,7 @@ from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import identity, is_done
-
-TREE: dict[str, Any] = {
-    "tokens": {"max_tokens": 64},
-    "stream": {},
-    "model": {"hidden": 8, "heads": 2},
-    "parallel": {},
-    "train": {"steps": 10, "lr": 0.1},
-}
+from tests.unit.test_train_folder import TREE
 
 
 def options(**train: Any) -> Any:
@@ -124,7 +117,7 @@ def test_a_restart_of_the_same_run_is_no_restart_and_of_another_length_is_one(
 
 def test_a_classification_of_every_cell_in_turn_does_not_go_on_with_labelled_cells(tmp_path: Path) -> None:
     classify = TREE | {"objective": {"name": "classification", "label_column": "kind"}}
-    before = stored_options(classify | {"stream": {"weight_by": None}}, "test")
+    before = stored_options(classify | {"stream": TREE["stream"] | {"weight_by": None}}, "test")
     folder = trained(tmp_path, 6, before)
     now = {"identity": identity(stored_options(classify, "test"), None)}
     with pytest.raises(ConfigError, match=r"stream\.labelled_frac None -> 1\.0; stream\.weight_by None -> kind"):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Train
 from cellmill.parallel.mesh import local_of, mesh_of
@@ -152,15 +152,11 @@ def _share(matrices: list[torch.Tensor]) -> _Shared:
 
 
 def _block(matrix: torch.Tensor) -> Block:
-    """This rank's part of a sharded matrix, found by sharding the numbers of its rows and columns. No communication."""
+    """This rank's part of a sharded matrix, as a checkpoint stores it. No communication."""
     assert isinstance(matrix, DTensor)
-    rows, columns = (torch.arange(n, device=matrix.device) for n in matrix.shape)
-    found: list[int] = []
-    for numbers in (rows[:, None].expand(matrix.shape), columns.expand(matrix.shape)):
-        sharded = distribute_tensor(numbers.contiguous(), matrix.device_mesh, matrix.placements, src_data_rank=None)
-        own = sharded.to_local()
-        found += [int(own.min()), int(own.max()) + 1] if own.numel() else [0, 0]
-    return found[0], found[1], found[2], found[3]
+    [part] = matrix.__create_chunk_list__()
+    (row, column), (rows, columns) = part.offsets, part.sizes
+    return row, row + rows, column, column + columns
 
 
 def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
