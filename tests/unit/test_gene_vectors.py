@@ -67,20 +67,21 @@ WRITERS = {".npy": write_npy, ".safetensors": write_safetensors, ".tsv": write_t
 def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(suffix: str, tmp_path: Path) -> None:
     names = [*GENES[30:], *SYMBOLS[5:15], "unknown", "ENSG99", *["other" + str(i) for i in range(3)]]
     given = vectors_of(len(names))
-    found = read_gene_vectors(WRITERS[suffix](tmp_path / f"vectors{suffix}", names, given), VOCABULARY, DIM)
-    assert (found.n_found, found.table.shape, found.table.dtype) == (40, (N_GENES + 2, DIM), torch.float32)
-    assert not found.table[:7].any()
-    assert not found.table[17:32].any()
+    path = WRITERS[suffix](tmp_path / f"vectors{suffix}", names, given)
+    table, n_found = read_gene_vectors(path, VOCABULARY, DIM)
+    assert (n_found, table.shape, table.dtype) == (40, (N_GENES + 2, DIM), torch.float32)
+    assert not table[:7].any()
+    assert not table[17:32].any()
     expected = given[:40] / np.sqrt(np.square(given[:40].astype(np.float64)).mean())
-    np.testing.assert_allclose(found.table[32:], expected[:30], rtol=1e-5)
-    np.testing.assert_allclose(found.table[7:17], expected[30:], rtol=1e-5)
+    np.testing.assert_allclose(table[32:], expected[:30], rtol=1e-5)
+    np.testing.assert_allclose(table[7:17], expected[30:], rtol=1e-5)
 
 
 def test_an_id_goes_before_a_symbol(tmp_path: Path) -> None:
     path = write_npy(tmp_path / "a.npy", [SYMBOLS[0], GENES[0]], np.array([[1.0], [3.0]]))
-    assert read_gene_vectors(path, VOCABULARY, 1).table[2:].tolist() == [[1.0]] + [[0.0]] * 59
+    assert read_gene_vectors(path, VOCABULARY, 1)[0][2:].tolist() == [[1.0]] + [[0.0]] * 59
     both = write_npy(tmp_path / "b.npy", [SYMBOLS[0], GENES[0], GENES[1]], np.array([[1.0], [3.0], [3.0]]))
-    assert read_gene_vectors(both, VOCABULARY, 1).table[2:4].tolist() == [[1.0], [1.0]]
+    assert read_gene_vectors(both, VOCABULARY, 1)[0][2:4].tolist() == [[1.0], [1.0]]
 
 
 WRONG: dict[str, tuple[str, str]] = {
@@ -192,7 +193,7 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
     model = build(given)
     freeze(model, trained_names(load_method(train_options().finetune), model))
     path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
-    table = read_gene_vectors(path, VOCABULARY, DIM).table
+    table, _ = read_gene_vectors(path, VOCABULARY, DIM)
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}))
     return model, table
 

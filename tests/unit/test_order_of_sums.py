@@ -130,11 +130,3 @@ def test_sums_are_those_of_torch_on_one_thread_bit_by_bit_on_any_number(two_thre
     expected.append(torch.zeros(7).index_add(0, cell, rows[:, 0]))
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def test_sums_of_nothing_are_zeros() -> None:
-    nothing, cell = torch.zeros(0, 3, requires_grad=True), torch.zeros(0, dtype=torch.int64)
-    assert torch.equal(segment_sum(nothing, cell, torch.zeros(3, dtype=torch.int64)), torch.zeros(2, 3))
-    few = torch.ones(2, 3, requires_grad=True)
-    rows_at(few, cell).sum().backward()
-    assert torch.equal(few.grad, torch.zeros(2, 3))  # type: ignore[arg-type]

@@ -143,12 +143,6 @@ def test_binned_values_are_made_again_from_the_shown_counts(view: str) -> None:
     assert drawn.values.tolist() == values.tolist()
 
 
-@EVERY_VIEW
-def test_no_cells_have_an_empty_view(view: str) -> None:
-    drawn = _view(empty_batch(np.dtype(np.float32), counted=True), view)
-    assert (len(drawn.genes), drawn.lengths, len(drawn.profile_cell)) == (0, [], 0)
-
-
 FEW_GENES, H = 60, 16
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 WEIGHTS = {"invariance_weight": 2.0, "variance_weight": 3.0, "covariance_weight": 0.5}

@@ -20,7 +20,6 @@ CPU = torch.device("cpu")
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 PAD_CELL = 256  # tokens of one cell of padding: the cost of attention grows with the square of a cell's length
 
-
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
@@ -126,6 +125,11 @@ class EncoderBatch(Batch):
     def cell(self) -> torch.Tensor:
         """(tokens,) int64: index of the token's cell in the batch."""
         return positions(self)[0]
+
+    @property
+    def place(self) -> torch.Tensor:
+        """(tokens,) int64: place of the token in its cell, from 0."""
+        return torch.arange(len(self.genes), device=self.genes.device) - self.cu_seqlens[:-1].long()[self.cell]
 
     @cached_property
     def token_keys(self) -> torch.Tensor:

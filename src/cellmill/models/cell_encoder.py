@@ -70,12 +70,6 @@ class CovariatePrefix:
         return numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
 
 
-def first_tokens(prepared: EncoderBatch) -> torch.Tensor:
-    """(T,) bool: the first token of each cell, of which all have one."""
-    first = torch.zeros(len(prepared.genes), dtype=torch.bool, device=prepared.genes.device)
-    return first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
-
-
 def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     """(T, H) -> (C, H) float32: mean over the tokens of genes; zeros for a cell without any."""
     lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)

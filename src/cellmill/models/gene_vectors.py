@@ -9,7 +9,7 @@ Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,12 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
 KINDS = (".npy", ".safetensors", ".tsv", ".csv")
 
 
-@dataclass(frozen=True)
-class VocabularyVectors:
-    """Vectors of the tokens of a vocabulary."""
+def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[torch.Tensor, int]:
+    """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of genes found.
 
-    table: torch.Tensor
-    """(V, D) float32, of mean square 1 over the rows of genes that have a vector; zeros in the others."""
-    n_found: int  # genes that have a vector
-
-
-def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> VocabularyVectors:
-    """Return vectors found by Ensembl id or symbol. Raises DataError, or ConfigError for another length."""
+    The table, (V, D) float32, has mean square 1 over the rows of genes that have a vector, and zeros in the others.
+    Raises DataError, or ConfigError for another length.
+    """
     found = read_vectors(path, [*zip(vocabulary.gene_ids, vocabulary.symbols)])
     if found.shape[1] != dim:
         raise ConfigError(
@@ -81,7 +76,7 @@ def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> Vocabular
     known = found.isfinite().all(1).nonzero().flatten()
     table = torch.zeros(vocabulary.n_tokens, dim)
     table[known + len(SPECIAL)] = found[known] / found[known].square().mean().sqrt().clamp(min=1e-30)
-    return VocabularyVectors(table, len(known))
+    return table, len(known)
 
 
 def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:

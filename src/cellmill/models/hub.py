@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cellmill.config.load import read_model_config
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path
@@ -55,13 +54,22 @@ def pull(repo: str, folder: Path) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary)
-        commit = _download(repo, made)
+        name, revision = split_name(repo)
+        with _named(name):
+            commit = HfApi(token=_token()).model_info(name, revision=revision).sha
+            snapshot_download(name, revision=commit, allow_patterns=[*FILES], local_dir=made, token=_token())
+        if not (made / "config.json").is_file():
+            raise DataError(f"{name}: it has no config.json; expected a model that `cellmill push` uploaded")
+        try:
+            load_model(made)
+        except UserError as error:
+            raise DataError(f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}") from None
         for file in FILES:
             if (made / file).is_file():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(folder / file) as path:
                     os.replace(made / file, path)
-    return commit
+    return str(commit)
 
 
 def cached(repo: str) -> Path:
@@ -77,21 +85,6 @@ def split_name(repo: str) -> tuple[str, str | None]:
     if not NAME.fullmatch(name):
         raise ConfigError(f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision")
     return name, revision or None
-
-
-def _download(repo: str, folder: Path) -> str:
-    name, revision = split_name(repo)
-    with _named(name):
-        commit = HfApi(token=_token()).model_info(name, revision=revision).sha
-        snapshot_download(name, revision=commit, allow_patterns=[*FILES], local_dir=folder, token=_token())
-    if not (folder / "config.json").is_file():
-        raise DataError(f"{name}: it has no config.json; expected a model that `cellmill push` uploaded")
-    try:
-        read_model_config(folder / "config.json")
-        load_model(folder)
-    except UserError as error:
-        raise DataError(f"{name}: it is no model of cellmill: {str(error).replace(f'{folder}/', '')}") from None
-    return str(commit)
 
 
 def _token() -> str | bool:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from cellmill.parallel.materialize import Part, is_all, positions
+from cellmill.parallel.materialize import Part, is_all
 
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
 
@@ -31,15 +31,13 @@ def with_std(module: AnyModule, std: float) -> AnyModule:
 
 
 @dataclass(frozen=True)
-class _Normal:
+class Normal:
+    """Fill of normal values with mean 0."""
+
     std: float
 
     def __call__(self, tensor: torch.Tensor, generator: torch.Generator) -> object:
         return tensor.normal_(0.0, self.std, generator=generator)
-
-
-def normal(std: float) -> Fill:
-    return _Normal(std)
 
 
 def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
@@ -52,11 +50,11 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
     """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where that can be."""
-    if is_all(part) or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
+    if is_all(part) or not (isinstance(fill, Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)
         return full if is_all(part) else full[part].clone()
-    own = torch.empty([len(positions(index, n)) for index, n in zip(part, empty.shape)], dtype=empty.dtype)
+    own = torch.empty([len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)], dtype=empty.dtype)
     place = torch.full((empty.shape[0],), -1)  # of each row of the tensor in `own`
     place[part[0]] = torch.arange(len(own))
     width = empty.shape[1:].numel()
@@ -91,5 +89,5 @@ def _fill_of(module: nn.Module, name: str) -> Fill | None:
     if isinstance(module, nn.LayerNorm):
         return ones if name == "weight" else zeros
     if isinstance(module, nn.Linear | nn.Embedding):
-        return normal(getattr(module, "initial_std", STD)) if name == "weight" else zeros
+        return Normal(getattr(module, "initial_std", STD)) if name == "weight" else zeros
     return None

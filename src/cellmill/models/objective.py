@@ -7,6 +7,7 @@ a loss over all cells of a global batch; `train.batch_rows` makes it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.verdict import Verdict, compare
 
@@ -40,27 +41,18 @@ class Objective:
 
     tensor: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
-
     gene_rows: frozenset[str] = frozenset()
     """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by gene."""
-
     parts: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
-
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
-
     has_target_per_cell: bool = False  # True if `n_targets` are cells; training logs their share as `labelled_frac`
-
     training: bool = True  # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
-
     validates_rows: bool = False  # True if `loss` needs shares in validation too
-
     figure_names: tuple[str, ...] = ()
     """Figures that validation logs beside the loss, such as accuracy: the keys of `validation_figures`."""
-
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
-
     kept_sums: list[torch.Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
 
@@ -71,6 +63,11 @@ class Objective:
         self.suffix = ""  # end of the names of its heads, where a sum has several parts of one objective
         self.levels: Mapping[str, Sequence[str]] = {}
         """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's own, which makes values again from a part of a cell's counts."""
+        return self.tokens.load()(self.tokens)
 
     def level_numbers(self, batch: Batch, column: str) -> torch.Tensor:
         """(cells,) int64: numbers of the levels of an obs column, from 1; 0 for unknown ones."""

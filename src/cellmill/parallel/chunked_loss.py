@@ -96,7 +96,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if states_grad is not None:
                 states_grad[start : start + chunk] = gradient @ rows
             if table_grad is not None:
-                add_product(table_grad, gradient.t(), part)
+                if dtype == torch.float32:
+                    table_grad.addmm_(gradient.t(), part)
+                else:
+                    table_grad += gradient.t() @ part
             for total, own in zip(gradients, (logits.sum(0), *of_vectors)):
                 if total is not None:
                     total += own
@@ -124,11 +127,3 @@ def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     for part in own.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits first
         part.copy_(part * factor.expand(part.shape))
     return own
-
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add `a @ b` to the float32 `total`, whatever the dtype of the product."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

@@ -100,10 +100,6 @@ def is_all(part: Part) -> bool:
     return all(index == slice(None) for index in part)
 
 
-def positions(index: slice | list[int], n: int) -> torch.Tensor:
-    return torch.arange(n)[index]
-
-
 def as_index(chosen: list[int]) -> slice | list[int]:
     """Return these positions as a slice, if they are a range."""
     first = chosen[0] if chosen else 0

@@ -183,11 +183,11 @@ def _gene_vectors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, to
     path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
     if path is None or dim is None:
         return {}
-    vectors = read_gene_vectors(Path(path), vocabulary, dim)
+    table, n_found = read_gene_vectors(Path(path), vocabulary, dim)
     if dist.get_rank() == 0:
-        has = f"{vectors.n_found:,} of {vocabulary.n_genes:,} genes"
+        has = f"{n_found:,} of {vocabulary.n_genes:,} genes"
         print(f"gene vectors from {path}, which has {has}; the others have their learned embedding alone", flush=True)
-    return {TABLE: vectors.table}
+    return {TABLE: table}
 
 
 def build_streams(

@@ -54,8 +54,7 @@ class AutoregressiveModel(TokenEncoder):
         self.attach_heads(n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
-        places = torch.arange(len(prepared.genes), device=prepared.genes.device) - prepared.cu_seqlens[prepared.cell]
-        return self.enter(self.inputs(prepared.genes, prepared.values, places))
+        return self.enter(self.inputs(prepared.genes, prepared.values, prepared.place))
 
     def inputs(self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their cells from 0."""
@@ -108,7 +107,8 @@ class Cache:
 
     def __init__(self, model: AutoregressiveModel, cells: int) -> None:
         self.model, self.n_tokens = model, 0
-        heads = [(block.qkv.out_features // 3 // block.head_width, block.head_width) for block in _blocks(model)]
+        self.blocks: list[Any] = list(model.blocks)
+        heads = [(block.qkv.out_features // 3 // block.head_width, block.head_width) for block in self.blocks]
         empty = [torch.empty(cells, h, 0, d, dtype=torch.float64, device=model.start.device) for h, d in heads]
         self.keys, self.values = list(empty), list(empty)
 
@@ -117,7 +117,7 @@ class Cache:
         model = self.model
         x = model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
         self.n_tokens += 1
-        for index, block in enumerate(_blocks(model)):
+        for index, block in enumerate(self.blocks):
             query, key, value = (part[:, :, None] for part in block.before(x))
             self.keys[index] = torch.cat([self.keys[index], key], dim=2)
             self.values[index] = torch.cat([self.values[index], value], dim=2)
@@ -213,7 +213,3 @@ def _drawn(logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
     """63 random bits as float64 between 0 and 1, both excluded."""
     return ((bits >> 11).double() + 0.5) * 2.0**-52
-
-
-def _blocks(model: AutoregressiveModel) -> list[Any]:
-    return list(model.blocks)

@@ -26,12 +26,11 @@ from cellmill.models.cell_encoder import (
     TokenEncoder,
     attended_state,
     first_state,
-    first_tokens,
     mean_state,
     padded_state,
 )
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
-from cellmill.models.initial import STD, Fill, normal, with_std, zeros
+from cellmill.models.initial import STD, Fill, Normal, with_std, zeros
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import embed_tokens
 
@@ -68,7 +67,7 @@ class EncoderModel(TokenEncoder):
 
     def initial_value(self, name: str) -> Fill | None:
         """Initialize the cell token like an embedding; attention pooling starts as the mean."""
-        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
+        return {"cell_token": Normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the objective's view, with a token before each cell for pooling cls."""
@@ -102,7 +101,9 @@ class EncoderModel(TokenEncoder):
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         x = self.inputs(prepared)
         if self.pooling == "cls":
-            x = torch.where(first_tokens(prepared)[:, None], self.cell_token.to(x.dtype), x)
+            first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            first = first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)  # all cells have this token
+            x = torch.where(first[:, None], self.cell_token.to(x.dtype), x)
         return self.enter(x)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:

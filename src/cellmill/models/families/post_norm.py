@@ -23,7 +23,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.blocks import Block, Entry
-from cellmill.models.cell_encoder import TokenEncoder
+from cellmill.models.cell_encoder import TokenEncoder, first_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import embed_tokens, segment_sum
@@ -101,7 +101,7 @@ class PostNormEncoder(TokenEncoder):
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
         if self.config.pooling == "cls":
-            return states[prepared.cu_seqlens[:-1].long()].float()
+            return first_state(states, prepared)
         is_gene = (prepared.genes >= 0).float()
         summed = (states.float() * is_gene[:, None], is_gene)
         sums, numbers = (segment_sum(part, prepared.cell, prepared.cu_seqlens) for part in summed)
@@ -126,9 +126,8 @@ class BertModel(PostNormEncoder):
         """(T,) int64: position of each token in its cell, <cls> and <eos> counted."""
         if not self.config.n_ends:
             return prepared.values  # of the rank tokenizer
-        places = torch.arange(len(prepared.genes), device=prepared.genes.device)
         # padding is longer than a cell may be, or has no <cls>: it is read by nobody
-        return (places - prepared.cu_seqlens[:-1].long()[prepared.cell]).clamp(max=len(self.place_embedding.weight) - 1)
+        return prepared.place.clamp(max=len(self.place_embedding.weight) - 1)
 
 
 class ScgptModel(PostNormEncoder):

@@ -33,13 +33,12 @@ from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 from cellmill.models.batch import EncoderBatch
-from cellmill.models.cell_encoder import CellEncoder
+from cellmill.models.cell_encoder import CellEncoder, mean_state
 from cellmill.models.export import load_model
 from cellmill.models.family import ParallelPlan
 from cellmill.models.hf.weights import FolderWeights, fill_of, values_of_buffers
 from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective
-from cellmill.parallel.vocab_parallel import segment_sum
 
 UNUSED = ("pooler", "contact_head")
 """Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters without a gradient."""
@@ -137,8 +136,7 @@ class HfModel(CellEncoder):
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
-        lengths = prepared.cu_seqlens.diff()
-        return segment_sum(states.float(), prepared.cell, prepared.cu_seqlens) / lengths.clamp(min=1)[:, None]
+        return mean_state(states, prepared)
 
     def behind_blocks(self) -> frozenset[str]:
         """Modules of transformers' model that its part before the blocks does not call, beside those of `finish`."""
@@ -167,13 +165,7 @@ class HfModel(CellEncoder):
         """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a gradient."""
         self.passage.leaves = x
         out = self.body(**self._padded(prepared)).last_hidden_state
-        cell, place = self._places(prepared)
-        return out[cell, place]
-
-    def _places(self, prepared: EncoderBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        first = prepared.cu_seqlens[:-1].long()[prepared.cell]
-        place = torch.arange(len(prepared.genes), device=first.device) - first
-        return prepared.cell, place + (self.begin_id is not None)
+        return out[prepared.cell, prepared.place + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
         """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding, which nobody reads."""
@@ -181,8 +173,7 @@ class HfModel(CellEncoder):
         rows, device = max(len(lengths), 1), prepared.genes.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
-        cell, place = self._places(prepared)
-        ids[cell, place] = self.token_ids[prepared.genes]
+        ids[prepared.cell, prepared.place + before] = self.token_ids[prepared.genes]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + int(before)
         if self.begin_id is not None:

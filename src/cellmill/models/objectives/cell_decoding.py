@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from cellmill.config.parts.objectives import CellDecodingConfig, DenoiseConfig, PerturbationResponseConfig
-from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
@@ -55,10 +55,6 @@ class CellDecoding(Objective):
     tensor = MappingProxyType({"profile_genes": "vocabulary"})
 
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
-
-    def __init__(self, config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig, tokens: Tokens) -> None:
-        super().__init__(config, tokens)
-        self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         given = model.vector_width
@@ -129,20 +125,18 @@ class CellDecoding(Objective):
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary's loss."""
         config, vectors = self.config, self._vectors(model, states, prepared)
-        loss = self._decoding_loss(model, vectors, prepared)
+        decoded, table, bias = self._decoded(model, vectors, prepared), model.profile_genes.weight, model.profile_bias
+        hidden = prepared.entries, prepared.starts, prepared.genes_hidden, prepared.weights
+        if self._is_nb:
+            loss = nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
+        else:
+            loss = profile_loss(decoded, table, bias, *hidden)
         if prepared.shares is not None:
             for share, rows in zip(prepared.shares, self.rows(model, states, prepared)):
                 loss = loss + share.of(rows)
         if config.batch_adversary is None or not model.training:
             return loss  # validation chooses a checkpoint: an encoder that hides the batch must not count as worse
         return loss + config.batch_adversary * model.batch_adversary(vectors, self._batch_of(prepared))
-
-    def _decoding_loss(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
-        decoded, table, bias = self._decoded(model, vectors, prepared), model.profile_genes.weight, model.profile_bias
-        hidden = prepared.entries, prepared.starts, prepared.genes_hidden, prepared.weights
-        if self._is_nb:
-            return nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
-        return profile_loss(decoded, table, bias, *hidden)
 
     def rows(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
         """(pairs, 1 + 2 H): 1, and the vectors of the shown and of the hidden part."""

@@ -26,11 +26,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
-from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.initial import STD, Fill, normal, zeros
+from cellmill.models.initial import STD, Fill, Normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
 from cellmill.parallel.likelihoods import token_loss
@@ -135,7 +135,6 @@ class MaskedObjective(Objective):
 
     config: MaskedObjectiveConfig
     hides_gene: bool
-    tokenizer: Tokenizer | None = None  # makes visible values again, where not None
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         hidden, self.n_tokens = model.width, n_tokens
@@ -152,7 +151,9 @@ class MaskedObjective(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
         random_tokens = self.n_tokens if self._splits and self.training else None
-        return mask(batch, self.hides_gene, self.config, seed, step, self.tokenizer, random_tokens)
+        renormalizes = isinstance(self.config, MaskedValueConfig) and self.config.renormalize
+        tokenizer = self.tokenizer if renormalizes else None
+        return mask(batch, self.hides_gene, self.config, seed, step, tokenizer, random_tokens)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         targets = prepared.targets
@@ -185,17 +186,13 @@ class MaskedValue(MaskedObjective):
     config: MaskedValueConfig
     hides_gene = False
 
-    def __init__(self, config: MaskedValueConfig, tokens: Tokens) -> None:
-        super().__init__(config, tokens)
-        self.tokenizer = tokens.load()(tokens) if config.renormalize else None
-
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         model.value_out = nn.Linear(model.width, self.tokens.n_values - self._first_bin if self._is_class else 1)
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
-        return normal(STD) if name == "hidden_value" else None
+        return Normal(STD) if name == "hidden_value" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         predicted = self.predict(model, states, prepared)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
-from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
@@ -117,10 +117,6 @@ class QueryDecoding(Objective):
     tensor = MappingProxyType({"query_genes": "vocabulary", "query_bias": "vocabulary"})
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
     n_genes: int  # genes of the vocabulary
-
-    def __init__(self, config: QueryDecodingConfig, tokens: Tokens) -> None:
-        super().__init__(config, tokens)
-        self.tokenizer: Tokenizer = tokens.load()(tokens)
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         self.n_genes, width = n_tokens - len(SPECIAL), self.config.decoder_hidden
