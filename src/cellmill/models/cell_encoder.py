@@ -70,11 +70,12 @@ class CovariatePrefix:
         return numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
 
 
-def mean_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-    """(T, H) -> (C, H) float32: mean over the tokens of genes; zeros for a cell without any."""
+def mean_state(states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None) -> torch.Tensor:
+    """(T, H) -> (C, H) float32: mean over the tokens `of_gene` (T,), or all but covariates; zeros for a cell without."""
     lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)
     if prepared.covariate_rows is not None:
         of_gene = prepared.covariate_rows == 0
+    if of_gene is not None:
         lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]
     return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
 

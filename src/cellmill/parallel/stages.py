@@ -12,7 +12,7 @@ Source: PipeDream and Megatron-LM, Narayanan et al. 2021, section 2.2 (interleav
 section 6 (V shape: the first and the last stage share a rank).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +38,23 @@ class _Made:
     """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
 
     def release(self) -> None:
-        by_micro_batch = [info for stage in self.stages for info in (stage.args_recv_info, stage.grad_recv_info)]
-        for received in (one for info in by_micro_batch for several in info.values() for one in several):
-            buffer = getattr(received, "buffer", None)
-            if buffer is not None:
-                self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
-                received.buffer = None
+        for received in self._received():
+            buffer = received.buffer
+            self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
+            received.buffer = None
 
     def restore(self, device: torch.device) -> None:
         for received, like in self.shapes:
             # torch 2.11 marks the buffer of an activation when the schedule is made, later versions in each step
             received.buffer = torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
         self.shapes.clear()
+
+    def _received(self) -> Iterator[Any]:
+        for stage in self.stages:
+            for by_micro_batch in (stage.args_recv_info, stage.grad_recv_info):
+                for received in (one for several in by_micro_batch.values() for one in several):
+                    if getattr(received, "buffer", None) is not None:
+                        yield received
 
 
 class Schedules:

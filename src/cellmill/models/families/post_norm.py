@@ -23,10 +23,10 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.blocks import Block, Entry
-from cellmill.models.cell_encoder import TokenEncoder, first_state
+from cellmill.models.cell_encoder import TokenEncoder, first_state, mean_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective
-from cellmill.parallel.vocab_parallel import embed_tokens, segment_sum
+from cellmill.parallel.vocab_parallel import embed_tokens
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -102,10 +102,7 @@ class PostNormEncoder(TokenEncoder):
         """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
         if self.config.pooling == "cls":
             return first_state(states, prepared)
-        is_gene = (prepared.genes >= 0).float()
-        summed = (states.float() * is_gene[:, None], is_gene)
-        sums, numbers = (segment_sum(part, prepared.cell, prepared.cu_seqlens) for part in summed)
-        return sums / numbers.clamp(min=1)[:, None]
+        return mean_state(states, prepared, (prepared.genes >= 0).float())
 
 
 class BertModel(PostNormEncoder):
