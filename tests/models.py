@@ -53,6 +53,16 @@ def model_on_cpu(n_genes: int, tokens: Tokens | None = None, **options: Any) -> 
 
 
 KEYS = {"seed": 3, "step": 4}
+SHAPE = {"hidden": 16, "layers": 2, "heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "profile": ("continuous", {"family": "profile", "hidden": 16, "layers": 2}),
+    "encoder": ("continuous", {"family": "encoder"} | SHAPE),
+    "autoencoder": ("continuous", {"family": "autoencoder"} | SHAPE),
+    "autoregressive": ("rank", {"family": "autoregressive"} | SHAPE),
+    "bert": ("rank", {"family": "bert", "ends": "cls_eos"} | SHAPE),
+    "scgpt": ("binned", {"family": "scgpt", "ends": "cls", "pooling": "cls"} | SHAPE),
+}
+"""A small model of each family whose layers cellmill makes, and a tokenizer that it reads."""
 
 
 def genes_of(n_genes: int) -> Vocabulary:

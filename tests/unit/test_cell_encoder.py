@@ -20,7 +20,6 @@ from tests.unit.test_cell_decoding import _model as decoding_model
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z"), "tissue": ("l", "m")}
 COLUMNS = ["donor", "assay"]
-OBJECTIVES = pytest.mark.parametrize("objective", ["cell_decoding", "masked_value", "masked_gene"])
 
 
 def _tokens(**options: Any) -> Tokens:
@@ -83,19 +82,17 @@ def test_a_vector_depends_on_the_cell_s_own_levels_of_named_columns() -> None:
         assert torch.equal(model.embed(replace(batch, levels=None)), unknown)
 
 
-@OBJECTIVES
+@pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
 def test_no_objective_masks_them(objective: str) -> None:
-    model, batch = _model(objective), to_tensors(_cells())
-    prepared = prepare(model, batch)
-    if objective != "cell_decoding":
-        prefix = prepared.covariate_rows > 0
-        assert not prefix[prepared.targets].any()
-        assert set(prepared.cell[prepared.targets].tolist()) == set(range(6))  # every cell has a target
-        plain = prepare(_model(objective, covariates=[]), batch)
-        cells = torch.zeros(6).index_add(0, prepared.cell[~prefix], prepared.values[~prefix])
-        shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
-        torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
-        assert len(plain.genes) == int((~prefix).sum())
+    batch = to_tensors(_cells())
+    prepared, plain = (prepare(_model(objective, **options), batch) for options in ({}, {"covariates": []}))
+    prefix = prepared.covariate_rows > 0
+    assert not prefix[prepared.targets].any()
+    assert set(prepared.cell[prepared.targets].tolist()) == set(range(6))  # every cell has a target
+    cells = torch.zeros(6).index_add(0, prepared.cell[~prefix], prepared.values[~prefix])
+    shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
+    torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
+    assert len(plain.genes) == int((~prefix).sum())
 
 
 def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:

@@ -22,20 +22,13 @@ from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.planner.size import _sample
+from tests.models import FAMILIES as BUILT_IN
+from tests.models import SHAPE
 
 N_GENES, CELL_TOKENS, TOKENS = 60, 24, 240
 LEVELS = {"kind": ("a", "b", "c"), "perturbation": ("control", "G1"), "batch": ("x", "y")}
-SHAPE = {"hidden": 16, "layers": 2, "heads": 2}
 # family hf is left out: its padding of cells reads their lengths, so it does wait for the device
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "encoder": ("continuous", {"family": "encoder"} | SHAPE),
-    "encoder rank": ("rank", {"family": "encoder"} | SHAPE),
-    "profile": ("continuous", {"family": "profile", "hidden": 16, "layers": 2}),
-    "autoencoder": ("continuous", {"family": "autoencoder"} | SHAPE),
-    "autoregressive": ("rank", {"family": "autoregressive"} | SHAPE),
-    "bert": ("rank", {"family": "bert", "ends": "cls_eos"} | SHAPE),
-    "scgpt": ("binned", {"family": "scgpt", "ends": "cls", "pooling": "cls"} | SHAPE),
-}
+FAMILIES = BUILT_IN | {"encoder rank": ("rank", {"family": "encoder"} | SHAPE)}
 RESPONSE = {"control": "control", "perturbed_genes": {"G1": [5]}}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "cell_decoding": {"batch_column": "batch", "batch_adversary": 1.0},

@@ -24,19 +24,13 @@ from cellmill.models.family import Model
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize, plain_name
 from cellmill.train.optimizer import build_optimizer, decayed_parameters
+from tests.models import FAMILIES as BUILT_IN
 from tests.models import random_cells
 
 N_GENES, LENGTHS = 60, (20, 31, 1, 14, 2, 9)
-SHAPE = {"hidden": 16, "layers": 2, "heads": 2}
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "profile": ("continuous", {"family": "profile", "hidden": 16, "layers": 2}),
-    "encoder": ("continuous", {"family": "encoder"} | SHAPE),
-    "autoencoder": ("continuous", {"family": "autoencoder"} | SHAPE),
-    "autoregressive": ("rank", {"family": "autoregressive"} | SHAPE),
-    "bert": ("rank", {"family": "bert", "ends": "cls_eos"} | SHAPE),
-    "scgpt": ("binned", {"family": "scgpt", "ends": "cls", "pooling": "cls"} | SHAPE),
+FAMILIES = BUILT_IN | {
     "hf bert": ("rank", {"family": "hf", "weights": "random", "architecture": {"model_type": "bert"} | BERT}),
     "hf gpt2": ("rank", {"family": "hf", "weights": "random", "architecture": {"model_type": "gpt2"} | GPT2}),
 }

@@ -71,7 +71,7 @@ class CovariatePrefix:
 
 
 def mean_state(states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None) -> torch.Tensor:
-    """(T, H) -> (C, H) float32: mean over the tokens `of_gene` (T,), or all but covariates; zeros for a cell without."""
+    """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but covariates; zeros for none."""
     lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)
     if prepared.covariate_rows is not None:
         of_gene = prepared.covariate_rows == 0
