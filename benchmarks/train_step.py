@@ -38,7 +38,6 @@ from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.objectives.masked import mask
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.train.optimizer import build_optimizer
@@ -60,6 +59,7 @@ SPEC = ModelSpec(
     TOKENS,
     GENES,
 )
+OBJECTIVE = SPEC.objective.load()(SPEC.objective, TOKENS)
 TRAIN = Train(steps=1, lr=1e-4)
 
 Work = Callable[[Batch, int], float]
@@ -154,7 +154,7 @@ def packed_sdpa(device: torch.device, precision: str) -> Work:
     model = PackedEncoder().to(device)
 
     def loss(batch: Batch, step: int) -> torch.Tensor:
-        masked = mask(batch, True, SPEC.objective, seed=0, step=step)
+        masked = OBJECTIVE.prepare(batch, seed=0, step=step)
         genes, values, at = (x.to(device) for x in (masked.genes, batch.values, masked.targets))
         return F.cross_entropy(model(genes, values, batch.lengths, at).float(), batch.genes.to(device)[at])
 
@@ -202,7 +202,7 @@ def _plain(model: nn.Module, loss: Callable[[Batch, int], torch.Tensor], device:
 
 def pad(batch: Batch, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
-    prepared = mask(batch, True, SPEC.objective, seed=0, step=step)
+    prepared = OBJECTIVE.prepare(batch, seed=0, step=step)
     masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
     packed_tensors = (
         prepared.genes,

@@ -47,12 +47,12 @@ def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
     values = torch.zeros(0, dtype=torch.int64 if objective.tokens.value_kind != "scalar" else torch.float32)
     while True:
         state, place = state_after(model, genes, values), len(genes)
-        ends = bool(ends_before(objective, model, state, cell, sampling, place))
+        ends = bool(ends_before(model, state, cell, sampling, place))
         if ends or place == sampling.max_genes:
             return GeneratedCell(genes, values.tolist() if objective.predicts_values else None, ends)
         listed = torch.tensor([genes], dtype=torch.int64) + 2
-        gene = next_genes(objective, model, state, listed, cell, sampling)
-        values = torch.cat([values, next_values(objective, model, state, gene, cell, sampling, place)])
+        gene = next_genes(model, state, listed, cell, sampling)
+        values = torch.cat([values, next_values(model, state, gene, cell, sampling, place)])
         genes = [*genes, int(gene) - 2]
 
 

@@ -139,7 +139,7 @@ def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range)
     cache, states = Cache(model, len(cells)), model.start.expand(len(cells), -1)
     while len(numbers):
         place = genes.shape[1]
-        ends = ends_before(objective, model, states, numbers, sampling, place)
+        ends = ends_before(model, states, numbers, sampling, place)
         full = place == min(sampling.max_genes, len(model.gene_bias) - len(SPECIAL))
         leaving = torch.ones_like(ends) if full else ends
         for row in leaving.nonzero().flatten().tolist():
@@ -151,18 +151,16 @@ def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range)
         cache.keep(staying)
         if not len(numbers):
             break
-        gene = next_genes(objective, model, states, genes, numbers, sampling)
-        value = next_values(objective, model, states, gene, numbers, sampling, place)
+        gene = next_genes(model, states, genes, numbers, sampling)
+        value = next_values(model, states, gene, numbers, sampling, place)
         genes, values = torch.cat([genes, gene[:, None]], 1), torch.cat([values, value[:, None].float()], 1)
         states = cache.append(gene, value)
     return [done[number] for number in cells]
 
 
-def ends_before(
-    objective: NextGene, model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
-) -> torch.Tensor:
+def ends_before(model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int) -> torch.Tensor:
     """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any gene."""
-    chance = objective.end_logits(model, states).sigmoid()
+    chance: torch.Tensor = model.objective.end_logits(model, states).sigmoid()
     if place < max(1, len(sampling.prompt)):
         return torch.zeros_like(chance, dtype=torch.bool)
     if sampling.temperature == 0:
@@ -171,13 +169,13 @@ def ends_before(
 
 
 def next_genes(
-    objective: NextGene, model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling
+    model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling
 ) -> torch.Tensor:
     """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never one of these."""
     place = genes.shape[1]
     if place < len(sampling.prompt):
         return torch.full_like(cells, sampling.prompt[place] + len(SPECIAL))
-    logits = objective.gene_logits(model, states)
+    logits: torch.Tensor = model.objective.gene_logits(model, states)
     logits[:, : len(SPECIAL)] = -torch.inf
     logits = logits.scatter(1, genes, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
@@ -187,18 +185,12 @@ def next_genes(
 
 
 def next_values(
-    objective: NextGene,
-    model: Any,
-    states: torch.Tensor,
-    genes: torch.Tensor,
-    cells: torch.Tensor,
-    sampling: Sampling,
-    place: int,
+    model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
 ) -> torch.Tensor:
     """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins (int64)."""
-    if not objective.predicts_values:
+    if not model.objective.predicts_values:
         return torch.zeros_like(genes)
-    predicted = objective.values(model, states, genes)
+    predicted: torch.Tensor = model.objective.values(model, states, genes)
     return predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
 
 

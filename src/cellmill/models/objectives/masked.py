@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, Normal, zeros
@@ -59,56 +59,6 @@ class MaskedBatch(EncoderBatch):
             values=self.values.index_fill(0, self.targets, 0),
             value_hidden=self.value_hidden.index_fill(0, self.targets, True),
         )
-
-
-def mask(
-    batch: Batch,
-    hides_gene: bool,
-    config: MaskedObjectiveConfig,
-    seed: int,
-    step: int,
-    tokenizer: Tokenizer | None = None,
-    random_tokens: int | None = None,
-) -> MaskedBatch:
-    """Draw the mask of a batch and hide the genes of masked tokens, or their values.
-
-    With `tokenizer`, the visible values are made again from the counts of visible tokens. `random_tokens` is the number
-    of tokens of the vocabulary; None hides all that is masked, as validation does.
-    """
-    cell, place = positions(batch)
-    keys = keyed_token_bits(batch.cells, cell, seed, step, place)
-    is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
-    draws = torch.where(is_gene, keys, NEVER)
-    lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
-    masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
-    targets = masked.nonzero().flatten()
-    hidden, kept = masked, torch.zeros_like(masked)
-    if random_tokens is not None:
-        fates = keyed_bits(keys, FATE)
-        kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
-        hidden = masked & ~kept & (fates < threshold(1 - config.keep_frac - config.random_frac))
-    random = masked & ~kept & ~hidden
-    genes, values, value_hidden = batch.genes, batch.values, torch.zeros_like(masked)
-    if tokenizer is not None:
-        values = visible_values(batch, ~masked | kept, tokenizer)
-    if hides_gene:
-        genes = genes.masked_fill(hidden, MASK_TOKEN)
-        if random_tokens is not None:
-            others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (random_tokens - len(SPECIAL))
-            genes = torch.where(random, others, genes)
-    else:
-        values, value_hidden = _with_random_values(values, hidden, random, is_gene & ~masked, keys, cell)
-    return MaskedBatch.prepared(
-        batch,
-        (seed, step),
-        genes=genes,
-        values=values,
-        value_hidden=value_hidden,
-        value_known=~masked | hides_gene,
-        targets=targets,
-        answers=(batch.genes if hides_gene else batch.values)[targets],
-        n_targets=torch.tensor(len(targets), device=keys.device),
-    )
 
 
 def _with_random_values(
@@ -150,10 +100,42 @@ class MaskedObjective(Objective):
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
-        random_tokens = self.n_tokens if self._splits and self.training else None
-        renormalizes = isinstance(self.config, MaskedValueConfig) and self.config.renormalize
-        tokenizer = self.tokenizer if renormalizes else None
-        return mask(batch, self.hides_gene, self.config, seed, step, tokenizer, random_tokens)
+        """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
+        config, splits = self.config, self._splits and self.training  # validation hides all that is masked
+        cell, place = positions(batch)
+        keys = keyed_token_bits(batch.cells, cell, seed, step, place)
+        is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+        draws = torch.where(is_gene, keys, NEVER)
+        lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
+        masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
+        targets = masked.nonzero().flatten()
+        hidden, kept = masked, torch.zeros_like(masked)
+        if splits:
+            fates = keyed_bits(keys, FATE)
+            kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
+            hidden = masked & ~kept & (fates < threshold(1 - config.keep_frac - config.random_frac))
+        random = masked & ~kept & ~hidden
+        genes, values, value_hidden = batch.genes, batch.values, torch.zeros_like(masked)
+        if isinstance(config, MaskedValueConfig) and config.renormalize:
+            values = visible_values(batch, ~masked | kept, self.tokenizer)
+        if self.hides_gene:
+            genes = genes.masked_fill(hidden, MASK_TOKEN)
+            if splits:
+                others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (self.n_tokens - len(SPECIAL))
+                genes = torch.where(random, others, genes)
+        else:
+            values, value_hidden = _with_random_values(values, hidden, random, is_gene & ~masked, keys, cell)
+        return MaskedBatch.prepared(
+            batch,
+            (seed, step),
+            genes=genes,
+            values=values,
+            value_hidden=value_hidden,
+            value_known=~masked | self.hides_gene,
+            targets=targets,
+            answers=(batch.genes if self.hides_gene else batch.values)[targets],
+            n_targets=torch.tensor(len(targets), device=keys.device),
+        )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         targets = prepared.targets

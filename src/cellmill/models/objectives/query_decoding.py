@@ -27,7 +27,7 @@ from torch import nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.stream.batch import Batch, Tokenizer
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import host_state, keyed_token_bits
@@ -55,33 +55,6 @@ class QueryBatch(QueryView, EncoderBatch):
     """The shown tokens and the queries, prepared."""
 
     n_targets: torch.Tensor  # N
-
-
-def draw_queries(
-    batch: Batch, tokenizer: Tokenizer, config: QueryDecodingConfig, n_genes: int, *, seed: int, step: int
-) -> QueryView:
-    """Return the view of each cell of a batch with counts, on the CPU, over a vocabulary of `n_genes` genes."""
-    assert batch.counts is not None, "the batch has no counts"
-    cell, place = positions(batch)
-    state = host_state(batch.cells.numpy(), seed, step)
-    share = torch.from_numpy(draw_share(state, config))
-    drawn = host_state(place.numpy(), HIDE, state=state[cell.numpy()])
-    keys = torch.from_numpy((drawn >> np.uint64(1)).view(np.int64))
-    hidden = torch.from_numpy(uniform(drawn)) < share[cell]
-    queried = _lowest(hidden.nonzero().flatten(), keys, cell, config.max_asked)
-    n_hidden, n_queried = (torch.bincount(cell[at], minlength=len(batch.lengths)) for at in (hidden, queried))
-    free = n_genes - batch.cu_seqlens.diff().long()
-    n_drawn = torch.where(free > 0, (n_queried * config.undetected_ratio).ceil().long(), 0)
-    of, gene = _undetected(batch, n_drawn, free, n_genes, seed, step)
-    weights = (n_hidden / n_queried.clamp(min=1))[cell[queried]], (share * free / n_drawn.clamp(min=1))[of]
-    return QueryView(
-        **tokens_of(batch.genes.numpy(), (batch.counts * ~hidden).numpy(), batch.cu_seqlens.numpy(), tokenizer),
-        **batch.arrays("cell"),
-        query_cell=torch.cat([cell[queried], of]),
-        query_genes=torch.cat([batch.genes[queried], gene]),
-        query_values=torch.cat([batch.values[queried], torch.zeros(len(of))]),
-        query_weights=torch.cat(weights).float(),
-    )
 
 
 def _lowest(at: torch.Tensor, keys: torch.Tensor, cell: torch.Tensor, most: int) -> torch.Tensor:
@@ -131,7 +104,30 @@ class QueryDecoding(Objective):
         return ("query_genes", "query_cell", "query_layers", "query_norm", "query_out", "query_bias")
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        return draw_queries(batch, self.tokenizer, self.config, self.n_genes, seed=seed, step=step)
+        """Return the shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
+        assert batch.counts is not None, "the batch has no counts"
+        cell, place = positions(batch)
+        state = host_state(batch.cells.numpy(), seed, step)
+        share = torch.from_numpy(draw_share(state, self.config))
+        drawn = host_state(place.numpy(), HIDE, state=state[cell.numpy()])
+        keys = torch.from_numpy((drawn >> np.uint64(1)).view(np.int64))
+        hidden = torch.from_numpy(uniform(drawn)) < share[cell]
+        queried = _lowest(hidden.nonzero().flatten(), keys, cell, self.config.max_asked)
+        n_hidden, n_queried = (torch.bincount(cell[at], minlength=len(batch.lengths)) for at in (hidden, queried))
+        free = self.n_genes - batch.cu_seqlens.diff().long()
+        n_drawn = torch.where(free > 0, (n_queried * self.config.undetected_ratio).ceil().long(), 0)
+        of, gene = _undetected(batch, n_drawn, free, self.n_genes, seed, step)
+        weights = (n_hidden / n_queried.clamp(min=1))[cell[queried]], (share * free / n_drawn.clamp(min=1))[of]
+        return QueryView(
+            **tokens_of(
+                batch.genes.numpy(), (batch.counts * ~hidden).numpy(), batch.cu_seqlens.numpy(), self.tokenizer
+            ),
+            **batch.arrays("cell"),
+            query_cell=torch.cat([cell[queried], of]),
+            query_genes=torch.cat([batch.genes[queried], gene]),
+            query_values=torch.cat([batch.values[queried], torch.zeros(len(of))]),
+            query_weights=torch.cat(weights).float(),
+        )
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
