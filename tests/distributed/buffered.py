@@ -8,7 +8,7 @@ from cellmill.config import plugin
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.models.families.encoder import EncoderModel
-from cellmill.models.initial import Fill, Normal
+from cellmill.models.initial import Fill, normal
 from cellmill.models.objective import Objective
 from cellmill.models.objectives.masked import MaskedBatch
 
@@ -48,7 +48,7 @@ class BufferedModel(EncoderModel):
         return x
 
     def initial_value(self, name: str) -> Fill | None:
-        own = {"order": permutation, "offsets": Normal(0.1)}
+        own = {"order": permutation, "offsets": normal(0.1)}
         return own.get(name) or super().initial_value(name)
 
 

@@ -23,7 +23,7 @@ from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, mean_gene_row, spec_of, write_tensors
 from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
-from cellmill.models.initial import Normal, fill_part
+from cellmill.models.initial import fill_part, normal
 from cellmill.planner.inputs import check_genes
 from cellmill.runs.identity import changed_keys, identity
 from tests.checks import refused
@@ -210,7 +210,7 @@ def test_a_changed_byte_of_the_weights_is_detected(exported: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)])
 def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ...]) -> None:
-    fill, n = Normal(0.02), shape[0]
+    fill, n = normal(0.02), shape[0]
     whole = torch.empty(shape)
     fill(whole, torch.Generator().manual_seed(3))
     for rows in (slice(n // 3, n), slice(0, 0), [0, n - 1] if n else slice(0, 0)):

@@ -31,13 +31,15 @@ def with_std(module: AnyModule, std: float) -> AnyModule:
 
 
 @dataclass(frozen=True)
-class Normal:
-    """Fill of normal values with mean 0."""
-
+class _Normal:
     std: float
 
     def __call__(self, tensor: torch.Tensor, generator: torch.Generator) -> object:
         return tensor.normal_(0.0, self.std, generator=generator)
+
+
+def normal(std: float) -> Fill:
+    return _Normal(std)
 
 
 def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
@@ -50,7 +52,7 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
     """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where that can be."""
-    if is_all(part) or not (isinstance(fill, Normal) or fill in (zeros, ones)):
+    if is_all(part) or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)
         return full if is_all(part) else full[part].clone()
@@ -89,5 +91,5 @@ def _fill_of(module: nn.Module, name: str) -> Fill | None:
     if isinstance(module, nn.LayerNorm):
         return ones if name == "weight" else zeros
     if isinstance(module, nn.Linear | nn.Embedding):
-        return Normal(getattr(module, "initial_std", STD)) if name == "weight" else zeros
+        return normal(getattr(module, "initial_std", STD)) if name == "weight" else zeros
     return None

@@ -30,7 +30,7 @@ from cellmill.models.cell_encoder import (
     padded_state,
 )
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
-from cellmill.models.initial import STD, Fill, Normal, with_std, zeros
+from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import embed_tokens
 
@@ -67,7 +67,7 @@ class EncoderModel(TokenEncoder):
 
     def initial_value(self, name: str) -> Fill | None:
         """Initialize the cell token like an embedding; attention pooling starts as the mean."""
-        return {"cell_token": Normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
+        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Return the objective's view, with a token before each cell for pooling cls."""

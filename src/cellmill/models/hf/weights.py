@@ -16,7 +16,7 @@ from torch import nn
 from cellmill.config.parts.families import HfConfig, model_folder
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
-from cellmill.models.initial import STD, Fill, Normal, ones, zeros
+from cellmill.models.initial import STD, Fill, normal, ones, zeros
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 HEADS = (
@@ -32,7 +32,7 @@ def fill_of(module: nn.Module, name: str, std: float) -> Fill | None:
     if kind.endswith("Norm"):
         return {"weight": ones, "bias": zeros}.get(name)
     if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
-        return Normal(std) if name == "weight" else zeros
+        return normal(std) if name == "weight" else zeros
     return None
 
 
@@ -76,7 +76,7 @@ class FolderWeights:
         def rule(name: str) -> Fill | None:
             random: Fill = ones if isinstance(module, nn.LayerNorm) and name == "weight" else zeros
             if isinstance(module, nn.Linear) and name == "weight":
-                random = Normal(STD)
+                random = normal(STD)
             return self.fill_head(f"{path}.{name}", random)
 
         return rule

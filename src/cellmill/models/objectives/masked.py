@@ -30,7 +30,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
-from cellmill.models.initial import STD, Fill, Normal, zeros
+from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.models.objectives.views import visible_values
 from cellmill.parallel.likelihoods import token_loss
@@ -174,7 +174,7 @@ class MaskedValue(MaskedObjective):
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
-        return Normal(STD) if name == "hidden_value" else None
+        return normal(STD) if name == "hidden_value" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         predicted = self.predict(model, states, prepared)

@@ -27,7 +27,7 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
-from cellmill.models.initial import STD, Fill, Normal, zeros
+from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
@@ -64,7 +64,7 @@ class NextGene(Objective):
         return (*names, "value_head", "value_out")
 
     def initial_value(self, name: str) -> Fill | None:
-        return {"start": Normal(STD), "gene_bias": zeros}.get(name)
+        return {"start": normal(STD), "gene_bias": zeros}.get(name)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
         _, place = positions(batch)
