@@ -1,5 +1,6 @@
 """cell_decoding, its likelihoods and denoise: losses written out, and what hidden expression may reach."""
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -84,6 +85,22 @@ def test_weights_are_log_counts_or_counts() -> None:
         view = model.view(batch, **KEYS)
         expected = of(view.profile_count)
         torch.testing.assert_close(model.prepare(view, **KEYS).weights, (expected / expected.sum()).float())
+
+
+@EVERY_FAMILY
+def test_hidden_expression_does_not_reach_the_cell_vector(family: str) -> None:
+    model, batch = _model(family, view="drop"), to_tensors(_cells())
+    view = model.view(batch, **KEYS)
+    assert batch.counts is not None
+    hidden = torch.zeros(len(batch.lengths), N_GENES + 2, dtype=torch.bool)
+    hidden[view.profile_cell, view.profile_gene] = True
+    cell = torch.repeat_interleave(torch.tensor(batch.lengths))
+    of_token = hidden[cell, batch.genes]
+    louder = replace(batch, counts=torch.where(of_token, 50 * batch.counts, batch.counts), values=batch.values + 1)
+    one, other = (prepare(model, given) for given in (batch, louder))
+    vectors = [model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)]
+    assert torch.equal(*vectors)
+    assert not torch.equal(one.weights, other.weights)
 
 
 def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:

@@ -122,6 +122,17 @@ def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objectiv
     assert not torch.equal(_predicted(model, other), _predicted(model, prepared))
 
 
+def test_no_gradient_reaches_a_hidden_value() -> None:
+    model, batch = _model("continuous", "masked_value"), _tensors("continuous")
+    values = batch.values.clone().requires_grad_()
+    prepared = model.prepare(replace(batch, values=values), seed=0, step=0)
+    _predicted(model, prepared).square().sum().backward()
+    assert values.grad is not None
+    assert (values.grad[prepared.targets] == 0).all()
+    shown = torch.ones(len(values), dtype=torch.bool).index_fill(0, prepared.targets, False)
+    assert (values.grad[shown] != 0).any()
+
+
 def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target() -> None:
     model = _model("continuous", "masked_value")
     batch = _tensors("continuous", lengths=(1, 2, 3, 40, 40, 60))
@@ -149,6 +160,14 @@ def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> 
     assert abs(np.mean(shares) - 0.3) < 0.01
     model(model.prepare(batch, seed=0, step=0)).backward()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_rank_token_knows_its_place() -> None:
+    model, batch = _model("rank", "masked_gene").eval(), _batch("rank", lengths=(20,))
+    reversed_genes = Batch(batch.genes[::-1].copy(), batch.values, batch.cu_seqlens, batch.cells)
+    with torch.no_grad():
+        ours, theirs = model.embed(to_tensors(batch, CPU)), model.embed(to_tensors(reversed_genes, CPU))
+    assert (ours - theirs).abs().max() > 1e-3
 
 
 @every_kind

@@ -133,6 +133,18 @@ def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_one
     assert prepared.query_weights.max() > 1.2
 
 
+def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
+    model = _model("autoencoder").eval()
+    prepared = prepare(model, to_tensors(_cells()))
+    with torch.no_grad():
+        states = model.states(prepared)
+        values = model.objective.answers(model, states, prepared)
+        few = replace(prepared, query_cell=prepared.query_cell[5:8], query_genes=prepared.query_genes[5:8])
+        alone = model.objective.answers(model, states, few)
+        torch.testing.assert_close(alone, values[5:8], rtol=1e-5, atol=1e-5)
+        assert values.std() > 1e-4
+
+
 def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
     batch = to_tensors(_cells())
     for options in ({"objective": "query_decoding", "decoder_layers": 0}, {"objective": "cell_decoding"}):

@@ -156,6 +156,21 @@ def test_datasets_in_any_order_give_the_same_shards(tmp_path: Path) -> None:
     assert made[0].fingerprint == made[1].fingerprint
 
 
+def test_identical_cells_of_two_files_fall_into_one_split(tmp_path: Path) -> None:
+    counts, ids = random_counts(200, 30), genes_named(30)
+    order = np.random.default_rng(0).permutation(30)
+    paths = [
+        write_dataset(tmp_path / "a.h5ad", counts, ids),
+        write_dataset(tmp_path / "b.h5ad", counts[:, order].tocsr(), [ids[i] for i in order]),
+    ]
+    options = Shard(val_frac=0.2, test_frac=0.2)
+    manifest = write_shards(paths, vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
+    for split in manifest.splits.values():
+        names = [n for shard in split.shards for n in ad.read_h5ad(manifest.shard_path(shard)).obs_names]
+        cells = {dataset: {n.split(":")[1] for n in names if n.startswith(dataset)} for dataset in "ab"}
+        assert cells["a"] == cells["b"]
+
+
 def test_cells_of_one_value_of_a_column_stay_in_one_split(tmp_path: Path) -> None:
     donors = [f"d{i % 8}" for i in range(200)]
     manifest = write_corpus(
