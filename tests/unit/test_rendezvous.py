@@ -23,7 +23,7 @@ STILL_OPEN = b"it waits for more"
 
 def answer(port: int, said: bytes, skip: int = 0) -> bytes:
     """Bytes that a listener on the loopback answers after its first `skip` bytes; none if it hangs up."""
-    with socket.create_connection((LOOPBACK, port), timeout=100) as connection:
+    with socket.create_connection((LOOPBACK, port), timeout=3) as connection:
         assert len(connection.recv(skip) if skip else b"") == skip
         try:
             connection.sendall(said)
