@@ -18,7 +18,8 @@ from pydantic import (
 
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
-from cellmill.config.plugin import by_name, check_installed
+from cellmill.config.plugin import by_name, unknown
+from cellmill.config.plugin import names as installed
 from cellmill.config.section import EachOnce, Section
 from cellmill.errors import ConfigError
 from cellmill.files import digest
@@ -109,12 +110,13 @@ class Evaluate(Section):
     @classmethod
     def _are_installed(cls, names: list[str]) -> list[str]:
         for name in names:
-            check_installed("classifier", name)
+            if name not in installed("classifier"):
+                raise unknown("classifier", name)
         return names
 
     def problems(self) -> Iterator[str]:
-        if unknown := [gate.task for gate in self.gate if gate.task not in self.tasks]:
-            yield f"gate: task {unknown[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
+        if missing := [gate.task for gate in self.gate if gate.task not in self.tasks]:
+            yield f"gate: task {missing[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
 
     @model_serializer(mode="wrap")
     def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

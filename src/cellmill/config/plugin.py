@@ -31,19 +31,19 @@ def names(kind: str) -> list[str]:
     return [*BUILT_IN[kind], *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind])]
 
 
-def check_installed(kind: str, name: str) -> None:
-    """Raise ConfigError if no choice of `kind` has this name."""
-    if name not in (known := names(kind)):
-        raise ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, known)}")
+def unknown(kind: str, name: str) -> ConfigError:
+    """The error about a name that no choice of `kind` has."""
+    return ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, names(kind))}")
 
 
 def load(kind: str, name: str, contract: Any = None) -> Any:
     """The options class `name`. Raises ConfigError if it is unknown, not importable, or no `contract`."""
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
-    check_installed(kind, name)
     points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]
     found = {(p.value, p.dist.name if p.dist is not None else "an installed package"): p for p in points}
+    if not found:
+        raise unknown(kind, name)
     if len(found) > 1:
         both = " and ".join(sorted(f"{value} of {package}" for value, package in found))
         raise ConfigError(f"{kind} {name!r} is in {both}; remove one of the packages")
@@ -108,8 +108,7 @@ class Plugin(Section):
         return dict(BUILT_IN[cls.kind])
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **more: Any) -> None:
-        super().__pydantic_init_subclass__(**more)
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
         if cls.__module__.startswith("cellmill.config.parts."):
             choices = BUILT_IN.setdefault(cls.kind, {})
             if get_args(cls.model_fields[cls.key].annotation):  # a Literal: a choice, not a contract

@@ -9,6 +9,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -55,11 +56,9 @@ def one_message(expected: str) -> WrapValidator:
     """Annotation of numbers and words: one message that says what is `expected`, instead of one for each of them."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        try:
-            if not isinstance(value, bool):
+        if not isinstance(value, bool):
+            with suppress(ValidationError):
                 return handler(value)
-        except ValidationError:
-            pass
         raise ValueError(f"expected {expected}, got {value!r}")
 
     return WrapValidator(check)

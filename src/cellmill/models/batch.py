@@ -97,8 +97,12 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
     counts = batch.cu_seqlens.diff().long()
     cell = torch.repeat_interleave(counts, output_size=len(batch.genes))
-    place = torch.arange(len(batch.genes), device=batch.genes.device) - batch.cu_seqlens[:-1].long()[cell]
-    return cell, place
+    return cell, places_of(batch, cell)
+
+
+def places_of(batch: Batch, cell: torch.Tensor) -> torch.Tensor:
+    """Return (tokens,) int64: a token's place in its cell, the cell of each token being `cell`, (tokens,) int64."""
+    return torch.arange(len(batch.genes), device=batch.genes.device) - batch.cu_seqlens[:-1].long()[cell]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,7 @@ class EncoderBatch(Batch):
     @property
     def place(self) -> torch.Tensor:
         """(tokens,) int64: place of the token in its cell, from 0."""
-        return torch.arange(len(self.genes), device=self.genes.device) - self.cu_seqlens[:-1].long()[self.cell]
+        return places_of(self, self.cell)
 
     @cached_property
     def token_keys(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,10 @@ class MlflowTracker:
             self._files = str(Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        with suppress(MlflowException):  # it exists, or another run makes it at this moment
-            self._client.create_experiment(self._experiment, self._files)
-        experiment = str(self._client.get_experiment_by_name(self._experiment).experiment_id)
+        try:
+            experiment = str(self._client.create_experiment(self._experiment, self._files))
+        except MlflowException:  # it exists, or another run makes it at this moment
+            experiment = str(self._client.get_experiment_by_name(self._experiment).experiment_id)
         runs = self._client.search_runs([experiment], f"tags.`{TAG}` = '{config['id']}'")
         run = runs[0] if runs else self._new(experiment, config)
         self._run = run.info.run_id
