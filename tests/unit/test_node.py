@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -67,7 +66,7 @@ def test_lost_processes_are_restarted_if_that_can_help(
     count, state = tmp_path / "starts", tmp_path / "state.json"
     error = str(tmp_path / "error.txt") if says_why else ""
     arguments = [str(count), str(state), "10" if saves else "0", error]
-    NodeTask("dies", arguments, 1, 0, secrets.token_hex(32), "", str(tmp_path), restarts, str(state)).write()
+    NodeTask.of(Job("dies", arguments, 1, 1, restarts, state_file=str(state)), Machine(), tmp_path).write()
     task = start(tmp_path, node=0, nodes=1)
     printed_all, _ = task.communicate(timeout=500)
     assert len(count.read_text()) == starts, printed_all
@@ -82,7 +81,7 @@ def test_lost_processes_are_restarted_if_that_can_help(
 
 
 def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> None:
-    task = NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path), join_s=1.0)
+    task = NodeTask.of(Job("waits", [str(tmp_path)], 2, 1, join_s=1.0), Machine(), tmp_path)
     task.write()
     printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
     assert first.returncode == 1, printed
@@ -91,7 +90,7 @@ def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> No
 
 
 def test_a_node_without_the_interface_says_which_it_has_and_starts_nothing(tmp_path: Path) -> None:
-    task = NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "ib9", str(tmp_path))
+    task = NodeTask.of(Job("waits", [str(tmp_path)], 1, 1), Machine(interface="ib9"), tmp_path)
     task.write()
     printed, _ = (node := start(tmp_path, 0, nodes=1)).communicate(timeout=500)
     assert node.returncode == 1, printed
@@ -107,7 +106,7 @@ def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion(wanted: str) -> Non
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    NodeTask("waits", [str(tmp_path)], 1, 0, secrets.token_hex(32), "", str(tmp_path)).write()
+    NodeTask.of(Job("waits", [str(tmp_path)], 2, 1, join_s=0.0), Machine(), tmp_path).write()
     tasks = [start(tmp_path, node, nodes=2) for node in range(2)]
     printed = [task.communicate(timeout=500)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1], printed
@@ -162,7 +161,7 @@ def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     assert again.join_s == 0, "SLURM ends a job that has lost a node, and starts it again"
     assert again.secret != secret
     assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
-    command = task.job(StepNode.of_this_process()).command()
+    command = task.job_on(StepNode.of_this_process()).command()
     assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
     assert not any(task.secret in word or secret in word or str(port) in word for word in command for port in ports)
 

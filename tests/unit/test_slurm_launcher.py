@@ -522,7 +522,8 @@ def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(d
     done.hook("sbatch", f"print(*os.listdir({str(done.first)!r}), file=open({str(done.fake / 'seen')!r}, 'w'))")
     done.run(listed("COMPLETED"))
     assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (done.fake / "seen").read_text().strip())
-    task = json.loads((done.first / "task.json").read_text()) | {"module": "this", "arguments": []}
+    task = json.loads((done.first / "task.json").read_text())
+    task["job"] |= {"module": "this", "arguments": []}
     (done.first / "task.json").write_text(json.dumps(task))
     ended = task_of_submitit(done.first)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -75,6 +75,8 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     assert [int(cell) for batch in once for cell in batch["cells"]] == list(range(CELLS - len(train[0])))
     for one, other in zip(once, again, strict=True):
         assert_same(one, other)
+    with pytest.raises(ConfigError, match="always read from its start"):
+        validated.load_state_dict(stream.state_dict())
     stream.close()
     validated.close()
 

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +61,23 @@ class StepNode:
 class NodeTask:
     """The task of each node of a job."""
 
-    module: str
-    arguments: list[str]
-    nproc_per_node: int
+    job: Job
     gpus_per_node: int
     secret: str
     """Known to the nodes of the job alone; the file is in a folder that nobody else can read."""
     interface: str
     folder: str  # for attempt files and the error, shared by all nodes
-    max_restarts: int = 0
-    state_file: str = ""
-    join_s: float = 0.0
 
     @classmethod
     def of(cls, job: Job, machine: Machine, folder: Path) -> NodeTask:
         """The task of `job`, with its files in `folder`."""
-        return cls(
-            module=job.module,
-            arguments=job.arguments,
-            nproc_per_node=job.nproc_per_node,
-            gpus_per_node=machine.gpus,
-            secret=secrets.token_hex(32),
-            interface=machine.interface,
-            folder=str(folder.resolve()),
-            max_restarts=job.max_restarts,
-            state_file=job.state_file,
-            join_s=job.join_s,
-        )
+        return cls(job, machine.gpus, secrets.token_hex(32), machine.interface, str(folder.resolve()))
+
+    @classmethod
+    def read(cls, path: Path) -> NodeTask:
+        """The task that `write` wrote."""
+        tree = read_json(path)
+        return cls(Job(**tree.pop("job")), **tree)
 
     @property
     def error(self) -> Path:
@@ -118,7 +108,7 @@ class NodeTask:
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
-            kills_before, restarts = oom_kills(), Restarts(self.job(node))
+            kills_before, restarts = oom_kills(), Restarts(self.job_on(node))
             code = self.run_agent(node, 0, stop, attempt)
             while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
                 code = self.run_agent(node, restarts.done, stop, attempt)
@@ -136,7 +126,7 @@ class NodeTask:
     def run_agent(self, node: StepNode, restart: int, stop: StopFlag, attempt: Attempt | None) -> int:
         """Run this node's agent, forwarding signals to its workers; return its exit code. An agent that fails on
         another node ends this one too."""
-        command = self.job(node).command(signals="SIGQUIT")
+        command = self.job_on(node).command(signals="SIGQUIT")
         agent = subprocess.Popen(command, env=self.environment(node, restart), preexec_fn=_ignore_signals)
         worked = False
         lost = Path(self.folder) / f"lost-{requeues()}-{restart}"
@@ -165,18 +155,17 @@ class NodeTask:
                     signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
                     raise
 
-    def job(self, node: StepNode) -> Job:
-        """The job over all nodes."""
-        shape = (len(node.hosts), self.nproc_per_node, self.max_restarts)
-        return Job(self.module, self.arguments, *shape, str(self.error), self.state_file)
+    def job_on(self, node: StepNode) -> Job:
+        """The job over the nodes of the step."""
+        return replace(self.job, nodes=len(node.hosts), error_file=str(self.error))
 
     def environment(self, node: StepNode, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
         start = secret_of_start(self.secret, f"{requeues()}-{restart}")
-        hosts, join_s = node.hosts, 0.0 if restart else self.join_s  # SLURM ends a job that has lost a node
+        hosts, join_s = node.hosts, 0.0 if restart else self.job.join_s  # SLURM ends a job that has lost a node
         place = Rendezvous(start, node.rank, len(hosts), hosts[0], tuple(hosts), join_s)
         interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        variables = agent_environment(self.nproc_per_node, 0, str(self.error))
+        variables = agent_environment(self.job.nproc_per_node, 0, str(self.error))
         variables[NODE_LOG] = str(self.error.with_name(f"node-{node.rank}.log"))
         return variables | place.environment() | (interface if self.interface else {})
 
@@ -193,7 +182,7 @@ class Attempt:
             "seen_at": None,
             "ended_at": None,
             "hosts": node.hosts,
-            "processes": nodes * task.nproc_per_node,
+            "processes": nodes * task.job.nproc_per_node,
             "gpus": nodes * task.gpus_per_node,
             "exit_code": None,
         }
@@ -299,7 +288,7 @@ def run_task(path: str) -> None:
     """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
     and srun ends the job's others."""
     try:
-        NodeTask(**read_json(Path(path))).run(StepNode.of_this_process())
+        NodeTask.read(Path(path)).run(StepNode.of_this_process())
     except (Claimed, NodeFailed) as error:
         print(error, flush=True)
         os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback

@@ -1,7 +1,7 @@
 """Attention inside each cell of a packed batch, bidirectional or causal, behind one function.
 
 Backends, neither of which pads: variable-length flash attention on GPUs that have it, in half precision; otherwise
-scaled-dot-product attention over runs of cells of equal length. `attention_padded` is the reference of the tests.
+scaled-dot-product attention over runs of cells of equal length.
 
 Legend: T tokens of the batch, h heads, d width of a head.
 """
@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.parallel.torch_private import flash_attention
 
@@ -56,16 +55,3 @@ def _by_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[
         attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
         parts.append(attend(q_, k_, v_, is_causal=causal).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
-
-
-def attention_padded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool = False
-) -> torch.Tensor:
-    """Attend as `attention`, padded to the longest cell with a mask: the slow, obvious reference."""
-    q_, k_, v_ = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
-    inside = torch.arange(max(lengths), device=q.device) < torch.tensor(lengths, device=q.device)[:, None]
-    mask = inside[:, None, None, :]
-    if causal:
-        mask = mask & torch.ones(max(lengths), max(lengths), dtype=torch.bool, device=q.device).tril()
-    out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=mask).transpose(1, 2)
-    return out[inside]

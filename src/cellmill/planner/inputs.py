@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cellmill.config import check_options
+from cellmill.config.checks import check_rows
 from cellmill.config.load import INHERITED, read_model_config, unequal, weight_pairs
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL
@@ -16,6 +17,18 @@ from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
+
+
+def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, str]:
+    """Return the shards of a run, the number of its training cells, and the fingerprint with the columns that it reads.
+
+    Raises ConfigError where the run cannot be trained on them, DataError for a damaged manifest.
+    """
+    shards, columns = Manifest.read(manifest), options.read_columns()
+    check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
+    n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
+    check_levels(options, shards.levels(columns), n_cells)
+    return shards, n_cells, shards.fingerprint_with(columns, options.number_columns())
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.config.checks import check_nodes, check_rows
+from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner import search
 from cellmill.planner.cost import amount, cost
 from cellmill.planner.devices import check_precision, device_named
-from cellmill.planner.inputs import check_levels
+from cellmill.planner.inputs import open_corpus
 from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
 from cellmill.planner.table import describe, table
 from cellmill.planner.work import Cells, detected_genes
@@ -46,12 +45,7 @@ def plan(
         corpus, fingerprint = _assumed(options, cells, genes), None
         detected = kept = corpus.lengths
     else:
-        shards = Manifest.read(manifest)
-        check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
-        columns = options.read_columns()
-        n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
-        check_levels(options, shards.levels(columns), n_cells)
-        fingerprint = shards.fingerprint_with(columns, options.number_columns())
+        shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
         numbers = token_numbers(options.tokens, detected, shards.n_genes)
         kept = numbers.detected

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config.checks import check_nodes, check_rows
+from cellmill.config.checks import check_nodes
 from cellmill.config.load import read_model_config
 from cellmill.config.machine import Machine
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.order import epoch_of
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json, sha256_file, write_json
@@ -32,10 +31,10 @@ from cellmill.launch.rendezvous import REACH_S
 from cellmill.launch.slurm import SlurmLauncher
 from cellmill.planner.inputs import (
     check_genes,
-    check_levels,
     check_vocabulary,
     check_weights,
     fitted,
+    open_corpus,
     vectors_digest,
 )
 from cellmill.runs.branch import begin_branch
@@ -62,12 +61,7 @@ def train(
     With `trunk`, the folder of a checkpoint of another run, this one continues from there (`runs.branch`).
     Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
-    shards = Manifest.read(manifest)
-    columns = options.read_columns()
-    n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
-    check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
-    check_levels(options, shards.levels(columns), n_cells)
-    fingerprint = shards.fingerprint_with(columns, options.number_columns())
+    shards, n_cells, fingerprint = open_corpus(options, manifest)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
     options = fitted(options, vocabulary, shards)

@@ -1,7 +1,6 @@
 """The torch-free half of a model family: its options, how layouts may cut the model, and options that families share.
 
 Shared options are those of transformer blocks, of post-norm blocks (`bert` and `scgpt`), of gene embeddings that start
-from collections.abc import Iterator
 from given vectors of genes, and sizes by name, which stand for hyper-parameters. 51M is scGPT's width and depth (Cui et
 al. 2024), 106M is Geneformer V2-104M's (Chen et al. 2024); as in both, every head is 64 wide.
 """

@@ -148,8 +148,11 @@ class CellStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from another number of ranks.
 
-        Raises DataError when its data differ or it is no state of this split, ConfigError when its order differs.
+        Raises DataError when its data differ or it is no state of this split, ConfigError when its order differs or the
+        stream is not shuffled.
         """
+        if not self._layout.shuffle:
+            raise ConfigError("a split that is not shuffled is always read from its start; load a state of split train")
         if (theirs := state.get("fingerprint")) != self.fingerprint:
             raise DataError(
                 f"expected shards of fingerprint {theirs}, as in the checkpoint, got {self.fingerprint}: "
