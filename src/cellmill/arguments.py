@@ -142,7 +142,7 @@ def _add_model(stages: Any) -> None:
     evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
     evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
     evaluate.add_argument("--cells", type=input_path, nargs="+", required=True, help=f"preprocessed: {_INPUT}")
-    beside = "of stage embed_external: one per model of evaluate.external for the first file of --cells, then the next"
+    beside = "of embed_external or zoo: one per model of evaluate.external for the first file of --cells, then the next"
     evaluate.add_argument("--external", type=Path, nargs="*", default=[], help=beside)
     embeddings = "one per file of --cells, in the same order"
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)

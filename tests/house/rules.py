@@ -6,19 +6,24 @@ from pathlib import Path
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 
 
-BRIDGES = "bridges.smk"
+BRIDGES, ZOO = "bridges.smk", "zoo.smk"
 """Rules of other packages, which call a script in an environment of its own and no stage."""
 
 
 def rules() -> dict[str, str]:
-    """Body of each rule by name, but for bridges."""
+    """Body of each rule by name, but for bridges and the zoo."""
     files = sorted((WORKFLOW / "rules").glob("*.smk"))
-    return _bodies([WORKFLOW / "Snakefile", *(path for path in files if path.name != BRIDGES)])
+    return _bodies([WORKFLOW / "Snakefile", *(path for path in files if path.name not in (BRIDGES, ZOO))])
 
 
 def bridges() -> dict[str, str]:
     """Body of each bridge by name."""
     return _bodies([WORKFLOW / "rules" / BRIDGES])
+
+
+def zoo() -> dict[str, str]:
+    """Body of the rule of presets of evaluate.external by name."""
+    return _bodies([WORKFLOW / "rules" / ZOO])
 
 
 def _bodies(files: list[Path]) -> dict[str, str]:
@@ -37,5 +42,5 @@ def directive(body: str, name: str) -> str:
 
 def outputs() -> list[str]:
     """Every output pattern."""
-    bodies = (rules() | bridges()).values()
+    bodies = (rules() | bridges() | zoo()).values()
     return [path for body in bodies for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))]

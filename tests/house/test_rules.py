@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rules import WORKFLOW, bridges, directive, rules
+from cellmill.config.evaluate import PRESETS
+from tests.house.rules import WORKFLOW, bridges, directive, rules, zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKING = {name: body for name, body in rules().items() if name != "all"}
@@ -47,6 +48,22 @@ def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellm
     filled = re.findall(r"\{([^}]+)\}", directive(body, "shell"))
     assert filled
     assert all(part.endswith(":q") for part in filled), filled
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_pinned_environment_and_a_short_script(name: str) -> None:
+    [body] = zoo().values()
+    assert "envs/zoo-{preset}.yaml" in directive(body, "conda")
+    assert "/zoo_{wildcards.preset}.py" in directive(body, "resources")
+    assert all(part.endswith(":q") for part in re.findall(r"\{([^}]+)\}", directive(body, "shell")))
+    script = (WORKFLOW / "bridges" / f"zoo_{name}.py").read_text(encoding="utf-8")
+    assert len(script.splitlines()) <= 60
+    tested = re.search(r'end_without\("([\w-]+)", "([\d.]+)", error, "(\w+)"\)', script)
+    assert tested is not None
+    assert tested[3] == name
+    environment = (ROOT / "envs" / f"zoo-{name}.yaml").read_text(encoding="utf-8")
+    assert f"- {tested[1]}=={tested[2]}\n" in environment
+    assert all("==" in line for line in re.findall(r"^      - (.*)$", environment, re.M))
 
 
 def test_bridges_import_nothing_of_cellmill() -> None:

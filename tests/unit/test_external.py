@@ -53,9 +53,14 @@ def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
         ({"a": {"command": "run {cells}"}}, "expected {out} among its arguments, got 'run {cells}'"),
         ({"a": {"command": "run '{cells} {out}"}}, "(No closing quotation)"),
         ({"a b": {"command": "run {cells} {out}"}}, "'a b' has ' '; use letters, digits, '_', '.' and '-'"),
+        ({"a": {"preset": "scvii"}}, "no preset 'scvii'; did you mean 'scvi'?"),
+        ({"a": {"preset": "pca"}}, "no preset 'pca'; there are: scvi, harmony"),
+        ({"a": {"preset": "scvi", "command": "run {cells} {out}"}}, "expected preset or command, got both; set one of"),
+        ({"a": {}}, "expected preset or command, got neither; set one of them"),
+        ({"a": {"preset": "scvi", "files": ["a.py"]}}, "files: expected none beside a preset; leave them out"),
     ],
 )
-def test_a_command_without_its_places_is_refused(external: dict[str, Any], message: str) -> None:
+def test_what_no_model_can_be_is_refused(external: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match="1 validation error") as raised:
         Evaluate.model_validate({"external": external})
     assert message in str(raised.value)

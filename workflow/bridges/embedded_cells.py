@@ -113,13 +113,18 @@ def read_counts(path: Path, cells: np.ndarray) -> sp.csr_matrix:
 
 
 def principal_components(counts: sp.csr_matrix) -> np.ndarray:
-    """COMPONENTS principal components of log(1 + counts per 10,000), `(cells, components)` float32."""
+    """COMPONENTS principal components of `log_normalise`, `(cells, components)` float32."""
+    profiles = log_normalise(counts)
+    n = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
+    return np.asarray(PCA(n, svd_solver="arpack", random_state=0).fit_transform(profiles), np.float32)
+
+
+def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
+    """log(1 + counts per 10,000), `(cells, genes)` float32."""
     counts = counts.astype(np.float32)
     totals = np.asarray(counts.sum(axis=1)).ravel()
     scaled = sp.diags_array(1e4 / np.maximum(totals, 1)) @ counts
-    profiles = sp.csr_matrix(scaled).log1p().astype(np.float32)
-    n = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
-    return np.asarray(PCA(n, svd_solver="arpack", random_state=0).fit_transform(profiles), np.float32)
+    return sp.csr_matrix(scaled).log1p().astype(np.float32)
 
 
 def neighbors_with_self(vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ import shlex
 from snakemake.utils import validate
 
 from cellmill.config import check_config
+from cellmill.config.evaluate import PRESETS
 from cellmill.config.rules import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
@@ -50,6 +51,7 @@ wildcard_constraints:
     digest="[0-9a-f]{12}",
     external="|".join(sorted({re.escape(name) for run in pipeline.runs.values() for name in run.evaluate.external}))
     or "a^",
+    preset="|".join(PRESETS),
     sweep="|".join(map(re.escape, jobs.swept)) or "a^",  # nothing, without sweeps
     dataset="|".join(sorted({re.escape(name) for table in jobs.datasets.values() for name in table})),
 

@@ -95,7 +95,7 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
         if parsed.options.get("executor") == "slurm":
             sections = [run.evaluate for run in runs.values()]
             unused = set[str]()  # stages that no run can need
-            if not any(section.external for section in sections):
+            if not any(model.command for section in sections for model in section.external.values()):
                 unused.add("embed_external")
             if not any("perturbation" in section.tasks for section in sections):
                 unused.add("predict_changes")

@@ -21,23 +21,44 @@ from cellmill.config.parts.tasks import TaskConfig, TransferConfig
 from cellmill.config.plugin import by_name, unknown
 from cellmill.config.plugin import names as installed
 from cellmill.config.section import EachOnce, Section
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import digest
 
 PLACEHOLDERS = ("{cells}", "{out}")
+PRESETS = {"scvi": "fitted on training cells", "harmony": "transductive"}
+"""What the rows of a preset say of it, by name; its script is workflow/bridges/zoo_NAME.py."""
 
 
 class ExternalModel(Section):
-    """One command, run for each dataset; its embedding is a row beside the model."""
+    """A preset or a command, run for each dataset; its embedding is a row beside the model."""
 
-    command: str
+    preset: str | None = None
+    """scvi: scvi-tools, fitted on the dataset's training cells. harmony: principal components of these, corrected over
+    all cells by column `batch` of the table of datasets. The package is in the environment of `--sdm conda`, or of the
+    Python that `bridges` names."""
+    command: str | None = None
     """Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, {out} the .h5ad
     to write."""
     files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
 
+    def problems(self) -> Iterator[str]:
+        if (self.preset is None) == (self.command is None):
+            yield f"expected preset or command, got {'both' if self.preset else 'neither'}; set one of them"
+        if self.preset and self.files:
+            yield "files: expected none beside a preset; leave them out"
+
+    @field_validator("preset")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            raise ValueError(f"no preset {value!r}; {did_you_mean(value, PRESETS)}")
+        return value
+
     @field_validator("command")
     @classmethod
-    def _has_its_places(cls, value: str) -> str:
+    def _has_its_places(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
             words = shlex.split(value)
         except ValueError as error:
@@ -47,6 +68,16 @@ class ExternalModel(Section):
                 raise ValueError(f"expected {place} among its arguments, got {value!r}")
         return value
 
+    @model_serializer(mode="wrap")
+    def _without_the_other(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Options of a command without `preset`: embeddings from before there were presets stay as they are."""
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+    @property
+    def note(self) -> str:
+        """End of its name in tables."""
+        return f" ({PRESETS[self.preset]})" if self.preset else ""
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the options: the same for all runs with the same command."""
@@ -54,8 +85,8 @@ class ExternalModel(Section):
 
     @property
     def command_digest(self) -> str:
-        """Hexadecimal SHA-256 of the command, which its embeddings carry."""
-        return digest(self.command)
+        """Hexadecimal SHA-256 of the command, or name of the preset, which its embeddings carry."""
+        return self.preset or digest(self.command)
 
 
 def command_words(command: str, cells: str, out: str) -> list[str]:
@@ -102,9 +133,9 @@ class Evaluate(Section):
     between the model's best row and the baseline's. Results are then in metrics.failed.json."""
 
     external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field({})
-    """Models of other packages by name, each with `command` (run without a shell, with {cells} and {out} among its
-    arguments) and `files` (a change of which reruns it): they add rows beside the model in the tasks that read only
-    embeddings, but enter no verdict and no gate."""
+    """Models of other packages by name, each with `preset` (scvi or harmony), or with `command` (run without a shell,
+    with {cells} and {out} among its arguments) and `files` (a change of which reruns it): they add rows beside the
+    model in the tasks that read only embeddings, but enter no verdict and no gate."""
 
     @field_validator("classifiers")
     @classmethod

@@ -219,9 +219,11 @@ class JobFiles:
 
     def external_embeddings(self, wildcards: Wildcards) -> list[str]:
         """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next one."""
-        models = self.runs[wildcards.run].evaluate.external.items()
+        corpus, models = self._corpus(wildcards), self.runs[wildcards.run].evaluate.external.items()
         return [
-            f"{self._corpus(wildcards)}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
+            f"{corpus}/zoo/{model.preset}/{dataset}.h5ad"
+            if model.preset
+            else f"{corpus}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
             for dataset in self.workflow.evaluated_on(wildcards.run)
             for name, model in models
         ]
@@ -265,5 +267,5 @@ class JobFiles:
         return labels[0]
 
     def bridge_python(self, package: str) -> str:
-        """Interpreter of a bridge: `bridges` of the configuration, or the environment's."""
+        """Interpreter of a bridge or preset: `bridges` of the configuration, or the environment's."""
         return self.workflow.bridges.get(package, "python")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import IS_CONTROL, NOT_WILDCARD, ORGANISM
 from cellmill.config.datasets import Dataset, check_name, read_datasets
-from cellmill.config.evaluate import check_transfer
+from cellmill.config.evaluate import PRESETS, check_transfer
 from cellmill.config.options import (
     OPTIONS,
     ConsolidateOptions,
@@ -134,7 +134,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2")  # packages of workflow/rules/bridges.smk
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)  # of rules/bridges.smk and zoo.smk
 
 
 # with several bases, pydantic puts the fields of the last one first
@@ -196,7 +196,7 @@ class Workflow(Section):
     bridges: Mapping[str, str] = Field(default_factory=dict)
     """Python of an environment that has the package, by package, for use without conda (`--sdm conda`), for
     `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or
-    `.cell-eval2.json`. Changing it reruns nothing."""
+    `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony. Changing it reruns nothing."""
 
     @field_validator("bridges", mode="before")
     @classmethod
@@ -287,7 +287,22 @@ class Workflow(Section):
 
         for name, run in self.runs.items():
             check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
+            self._check_presets(source, name, run)
             self._check_obs_columns(source, name, run)
+
+    def _check_presets(self, source: str, name: str, run: RunConfig) -> None:
+        """Refuse a preset for a dataset that has no training cells, or no batches for harmony."""
+        for external, model in run.evaluate.external.items():
+            where = f"{source}: runs.{name}.evaluate.external.{external}: preset {model.preset}"
+            for dataset in self.evaluated_on(name) if model.preset else ():
+                if dataset not in self.trained_on(run.corpus):
+                    raise ConfigError(
+                        f"{where} is fitted on training cells, but corpus {run.corpus} has none of {dataset}; add it "
+                        f"to corpora.{run.corpus}.datasets, or leave it out of evaluate.datasets"
+                    )
+                if model.preset == "harmony" and self.datasets(run.corpus)[dataset].batch is None:
+                    table = self.corpora[run.corpus].table
+                    raise ConfigError(f"{where} corrects batches; name those of {dataset} in column batch of {table}")
 
     def _check_obs_columns(self, source: str, name: str, run: RunConfig) -> None:
         """Refuse an obs column that a run reads and shards will not have: dropped by `keep_obs`."""

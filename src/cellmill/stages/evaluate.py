@@ -88,7 +88,7 @@ def evaluate(
     `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-' for none.
     `ancestors` are manifests of the runs that the initial weights came from: their training cells are not held out
     either. `baselines` is a folder for predictions of baselines, shared by the runs of a corpus. `external` are files
-    of stage embed_external: those of the first dataset, in the order of `evaluate.external`, then of the next one.
+    of rules embed_external or zoo: those of the first dataset in the order of `evaluate.external`, then the next one's.
     """
     paths = [local_input(given) for given in cells]
     if not len(paths) == len(embeddings) == len(labels):
@@ -101,7 +101,7 @@ def evaluate(
         raise ConfigError(f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one")
     section = options.evaluate
     check_transfer(section, names, "evaluate")
-    others = [*section.external]
+    others = section.external
     if len(external) != len(names) * len(others):
         raise ConfigError(
             f"expected {len(others)} --external for each of {len(names)} --cells, for evaluate.external: "
@@ -124,8 +124,8 @@ def evaluate(
                 baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
                 embedding_cost=cost,
                 external={
-                    other: read_embedding(file, reader.obs.index, section.external[other].command_digest, None)
-                    for other, file in zip(others, external[at * len(others) :])
+                    f"{other}{model.note}": read_embedding(file, reader.obs.index, model.command_digest, None)
+                    for (other, model), file in zip(others.items(), external[at * len(others) :])
                 },
             )
             pictures.append(_start_umap(context, unseen))
