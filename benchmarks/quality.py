@@ -69,6 +69,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "autoencoder": {"model": ENCODER | {"family": "autoencoder"}, "objective": {"name": "query_decoding"}},
     "autoregressive": {"model": ENCODER | {"family": "autoregressive"}, "objective": {"name": "next_gene"}},
 }
+TEACHER = "<run of>"  # stands before the name of a model: its run of the dataset with seed 0
+SMALL = PROFILE | {"hidden": 16}
+
+
+def _student(model: dict[str, Any], teacher: str) -> dict[str, Any]:
+    parts = {"cell_decoding": {}, "distill": {"teacher": f"{TEACHER}{teacher}"}}
+    return {"model": model, "objective": {"name": "sum", "parts": parts}, "train": ADAMW}
+
+
+STUDENTS: dict[str, dict[str, Any]] = {
+    "profile-16": {"model": SMALL, "objective": DECODING, "train": ADAMW},
+    "profile-16-by-profile": _student(SMALL, "profile"),
+    "profile-16-by-encoder2": _student(SMALL, "encoder2"),
+    "profile-by-encoder2": _student(PROFILE, "encoder2"),
+}
+"""Models that only `--models` names, for docs/objectives.md, and with their teacher."""
 STEPS = {"profile": 400, "encoder0": 400}
 """Optimizer steps by the first part of a model's name; 250 for models with attention, so that the table ends."""
 TASKS: dict[str, dict[str, Any]] = {
@@ -101,7 +117,7 @@ def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str],
         corpora[dataset] = {"table": "config/datasets.tsv", "datasets": [dataset], **sections}
         for model in models:
             own = {name: DATASETS[dataset].get(name, {}) for name in ("tokens", "evaluate")}
-            options = {"corpus": dataset, **own, **_with_label(MODELS[model], DATASETS[dataset]["label"])}
+            options = {"corpus": dataset, **own, **_of_dataset((MODELS | STUDENTS)[model], dataset)}
             steps = STEPS.get(model.partition("-")[0], 250)
             runs |= seeded_runs(f"{dataset}-{model}", options, seeds, steps=steps, checkpoint_every_steps=steps)
     train, evaluate = SECTIONS["train"] | {"optimizer": "muon"}, {"tasks": TASKS}
@@ -110,11 +126,13 @@ def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str],
     return [metrics_file(run) for run in runs]
 
 
-def _with_label(value: Any, label: str) -> Any:
-    """The options with the dataset's label column where `LABEL` stands."""
+def _of_dataset(value: Any, dataset: str) -> Any:
+    """The options with the dataset's label column where `LABEL` stands, and its runs where `TEACHER` does."""
     if isinstance(value, dict):
-        return {key: _with_label(part, label) for key, part in value.items()}
-    return label if value == LABEL else value
+        return {key: _of_dataset(part, dataset) for key, part in value.items()}
+    if isinstance(value, str) and value.startswith(TEACHER):
+        return f"{dataset}-{value.removeprefix(TEACHER)}-0"
+    return DATASETS[dataset]["label"] if value == LABEL else value
 
 
 def tasks_of(folder: Path, run: str, dataset: str) -> Tasks:
@@ -197,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS | STUDENTS, default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--out", type=Path)

@@ -96,6 +96,7 @@ def _add_training(stages: Any) -> None:
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
     train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
     train.add_argument("--trunk", type=Path, help="folder of a checkpoint of another run, from which this one goes on")
+    train.add_argument("--teacher", type=Path, help="folder that stage teach wrote, for objective distill")
     restart = "set a training of other options or data in the folder aside and start afresh"
     train.add_argument("--restart", action="store_true", help=restart)
     add_machine(train, PLANNED)
@@ -123,6 +124,12 @@ def _add_model(stages: Any) -> None:
     external.add_argument("--command", required=True, help="program and arguments, with {cells} and {out} among them")
     external.add_argument("--input", type=Path, required=True, help="preprocessed .h5ad")
     external.add_argument("--out", type=Path, required=True, help="the .h5ad to write, for evaluate --external")
+
+    teach = _command(stages, "teach", "collect a teacher's vectors of the cells of shards, for objective distill")
+    teach.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
+    embedded = "DATASET.h5ad of each dataset, by stage embed or with vectors in obsm['X_emb'] or X"
+    teach.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embedded)
+    teach.add_argument("--out", type=Path, required=True, help="folder of vectors.json and vectors.npy")
 
     predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
     _add_model_and_cells(predict)

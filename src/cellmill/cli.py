@@ -26,7 +26,7 @@ MODULES = {
     "stages.plan": ("plan",),
     "stages.train": ("train",),
     "stages.export": ("pull", "consolidate"),
-    "stages.cells": ("embed", "embed_external", "predict", "generate"),
+    "stages.cells": ("embed", "embed_external", "teach", "predict", "generate"),
     "stages.evaluate": ("evaluate", "knock_out", "predict_changes"),
     "stages.report": ("report", "sweep"),
     "commands.status": ("status", "watch"),
@@ -109,7 +109,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         kind = "corpus" if owners is workflow.corpora else "run"
         message = f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
         raise UserError(f"{message}; there are: {', '.join(owners)}")
-    for key in ("init_from", "trunk") if stage == "train" else ():
+    for key in ("init_from", "trunk", "teacher") if stage == "train" else ():
         if (parent := getattr(owners[name], key)) is not None and arguments[key] is None:
             flag = f"--{key.replace('_', '-')}"
             raise UserError(f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does")

@@ -83,6 +83,7 @@ def trainer(
         "fingerprint": manifest.fingerprint_with(parsed.read_columns(), parsed.number_columns()),
         "options": parsed.model_dump(mode="json"),
         "init_from": init_from,
+        "teacher": None if parsed.teacher is None else f"{corpus}/teacher",
         "vocabulary": f"{corpus}/vocabulary.tsv",
         "manifest": str(manifest.path),
     }

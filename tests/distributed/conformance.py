@@ -80,6 +80,7 @@ DECODING = {"objective": "cell_decoding"}
 VICREG = DECODING | {"view_loss": "vicreg", "invariance_weight": 1, "variance_weight": 1, "covariance_weight": 0.04}
 VECTORS = {"gene_vectors": "VECTORS", "gene_vector_dim": 6}
 MASKED = {"mask_frac": 0.3, "random_frac": 0.2, "keep_frac": 0.2}
+TAUGHT = {"teacher": "./big", "vectors": {"width": 6, "sha256": "", "shards": "", "model": "", "supervised_by": []}}
 NUMBER = {"objective": "regression", "number_hidden": 8, "number_dropout": 0.3} | AGE
 RESPONSE = {"objective": "perturbation_response", "perturbation_column": "donor", "control": "donor_0"}
 SUM_OF_LABELS = {
@@ -126,6 +127,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     | {"objective": "classification", "head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}}
     | {"label_column": "few"},
     "regression": ENCODER | NUMBER | {"loss": "huber", "huber_delta": 0.5},
+    "distill": ENCODER | {"objective": "distill"} | TAUGHT,
     "sum": ENCODER
     | {
         "objective": "sum",
@@ -158,6 +160,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "pearson": ENCODER | NUMBER | {"loss": "pearson"},
     "sum with numbers": ENCODER
     | {"objective": "sum", "parts": {"age": {"name": "regression", "loss": "pearson"} | AGE, "cell_decoding": VIEWS}},
+    "student": PROFILE | {"objective": "sum", "parts": {"cell_decoding": VIEWS, "distill": TAUGHT | {"weight": 0.5}}},
     "several heads": ENCODER | {"objective": "sum", "parts": SEVERAL_HEADS},
     "view loss": ENCODER | VICREG,
     "profile, view loss": PROFILE | VICREG,
@@ -323,6 +326,7 @@ PRODUCT: list[Case] = [
     # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
     *each(["classification", "supervised_contrastive", "pearson", "view loss"], [PP], parallel=PARTS4, train=WHOLE),
     Case("profile, view loss", "ddp", train=WHOLE),
+    Case("student", "FULL_SHARD x tp 2", train=FEW),
     Case("hf", "HYBRID_SHARD", parallel=FULL),
     *each("buffered", ["ddp", "HYBRID_SHARD", TP, "pp 2, ZBV x SHARD_GRAD_OP"]),
     Case("buffered", "FULL_SHARD", parallel=ON_CPU | FULL),
@@ -333,6 +337,7 @@ AT_EACH, AT_END = ({"gradient_reduction": how} for how in ("micro_batch", "step"
 QUICK_CUTS = [
     Case("view loss", "fsdp", 2, {"token_budget": 128}),
     Case("supervised_contrastive", "ddp", 2, {"token_budget": 128}),
+    Case("student", "fsdp", 2, {"token_budget": 128}),
     Case("genes", "HYBRID_SHARD", train=SMALL, parallel=AT_EACH),
     Case("four layers, genes", "pp", 2, SMALL),
     Case("masked_value", "fsdp", 2, parallel=FULL),
@@ -351,6 +356,7 @@ CHAINS: list[tuple[int, str, list[str], bool]] = [
     *((2, f"optimizer {name}", ["ddp", "tp"], False) for name in OPTIMIZERS if name != "adamw"),
     (2, "average", ["fsdp", "pp"], False),
     (2, "buffered", ["pp", "fsdp"], False),
+    (2, "distill", ["one process", "pp"], False),
     (4, "genes", [TP, PP, "HYBRID_SHARD, offloaded"], False),
     *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
     (4, "optimizer muon", [PP_TP, "HYBRID_SHARD", PP, "ddp"], True),

@@ -65,7 +65,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells.
 
-    Most have an age, which follows from their type; all have a depth, and a fifth their type as label `few`.
+    Most have an age, which follows from their type; all have a depth, and a fifth their type as label `few`. The folder
+    `teacher` has vectors of most cells, for objective distill.
     """
     folder = tmp_path_factory.mktemp("corpus")
     assert main(f"simulate --out {folder}/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1".split()) == 0
@@ -75,7 +76,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     few = cells.obs["cell_type"].where(np.arange(len(cells)) % 5 == 0)
     cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few)
     cells.write_h5ad(folder / "raw.h5ad")
-    return str(sharded(folder, "raw.h5ad"))
+    sharded(folder, "raw.h5ad")
+    vectors = np.random.default_rng(1).normal(2, 3, (len(cells), 6))
+    vectors[::7] = np.nan
+    (folder / "big").mkdir()
+    ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": vectors}).write_h5ad(folder / "big" / "sim.h5ad")
+    words = f"--manifest {folder}/shards/manifest.json --embeddings {folder}/big/sim.h5ad --out {folder}/teacher"
+    assert main(["teach", *words.split()]) == 0
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

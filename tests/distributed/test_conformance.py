@@ -121,6 +121,8 @@ def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
     assert 0 < np.mean([line["labelled_frac_kind"] for line in lines]) < 0.5  # a fifth of the cells
     assert 0.5 < np.mean([line["labelled_frac_age"] for line in lines]) < 1
     assert "labelled_frac_cell_decoding" not in lines[0]
+    lines = [line for line in table.alone("student")["lines"] if "loss" in line]
+    assert 0.7 < np.mean([line["labelled_frac_distill"] for line in lines]) < 1  # six of seven cells have a vector
 
 
 @rows(BEGUN)

@@ -234,6 +234,15 @@ WRONG = {
     "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, init_from: a}}": (
         "runs.a.init_from: a circle: a -> b -> a"
     ),
+    "runs: {demo: {corpus: pbmc, objective: {name: distill, teacher: big}}}": (
+        "runs.demo.objective.teacher: no run 'big'; there are: demo; the path of a folder has a `/`, such as ./NAME"
+    ),
+    "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, objective: {name: distill, teacher: a}}}": (
+        "runs.a.objective.teacher: a circle: a -> b -> a"
+    ),
+    "objective: {name: sum, parts: {big: {name: distill, teacher: ./a}, deep: {name: distill, teacher: ./b}}}": (
+        "objective: parts: big and deep both have a teacher, and batches carry the vectors of one; keep one"
+    ),
     "runs: {a/b: {corpus: pbmc}}": "runs: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
     "runs: {demo.h5ad: {corpus: pbmc}}": "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
     "evaluate: {datasets: [sim], tasks: {transfer: {fit_on: [sim], test_on: [nope]}}}": (

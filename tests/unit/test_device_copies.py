@@ -30,6 +30,7 @@ LEVELS = {"kind": ("a", "b", "c"), "perturbation": ("control", "G1"), "batch": (
 # family hf is left out: its padding of cells reads their lengths, so it does wait for the device
 FAMILIES = BUILT_IN | {"encoder rank": ("rank", {"family": "encoder"} | SHAPE)}
 RESPONSE = {"control": "control", "perturbed_genes": {"G1": [5]}}
+TAUGHT = {"width": 6, "sha256": "", "shards": "", "model": "", "supervised_by": []}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "cell_decoding": {"batch_column": "batch", "batch_adversary": 1.0},
     "cell_decoding nb": {"likelihood": "nb"},
@@ -41,6 +42,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "classification": {"label_column": "kind"},
     "regression": {"target_column": "score"},
     "supervised_contrastive": {"label_column": "kind"},
+    "distill": {"teacher": "./big", "vectors": TAUGHT},
     "perturbation_response": RESPONSE,
     "sum": {"parts": {"cell_decoding": {}, "classification": {"label_column": "kind", "weight": 0.5}}},
 }

@@ -63,6 +63,14 @@ def test_a_missing_file_of_an_option_is_named_unless_a_rule_makes_it(project: Pa
     assert checked(options) is None
 
 
+def test_a_missing_file_of_a_teacher_is_named(project: Path) -> None:
+    options = "objective: {name: distill, teacher: ./given}\n"
+    assert checked(options) == "runs.r.objective.teacher: given/one.h5ad: no such file"
+    Path("given").mkdir()
+    Path("given/one.h5ad").touch()
+    assert checked(options) is None
+
+
 def test_a_missing_model_folder_is_named(project: Path) -> None:
     Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", "{corpus: c, init_from: models/m}"))
     with pytest.raises(UserError, match=r"^runs\.r\.init_from: models/m/model\.safetensors: no such file$"):

@@ -92,6 +92,7 @@ ELSEWHERE = {
     "unit/test_config.py": "model.family evaluate.datasets corpora.table corpora.datasets runs.corpus",
     "unit/test_cell_encoder.py": "tokens.covariates tokens.covariate_unknown_frac",
     "unit/test_validation.py": "train.best_mode train.early_stop_patience train.early_stop_min_delta",
+    "unit/test_distill.py": "objective.teacher objective.vectors",
     "unit/test_embed.py": "embed.token_budget embed.min_coverage_frac embed.min_expressed_frac",
     "unit/test_evaluate_stage.py": "evaluate.cells evaluate.folds evaluate.tasks evaluate.seed",
     "unit/test_external.py": "evaluate.external",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -211,6 +212,61 @@ def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) 
     assert "cellmill: runs.tiny.model.gene_vectors: vectors.npy: no such file" in missing.stdout
     (project.folder / "vectors.npy").touch()
     assert project.jobs(*asked) == dict.fromkeys([*CORPUS, "plan", "train"], 1)
+
+
+def student(teacher: str) -> dict[str, Any]:
+    """A run that learns from a teacher beside its own objective."""
+    objective = {"name": "sum", "parts": {"cell_decoding": {}, "distill": {"teacher": teacher}}}
+    return {"corpus": "sim", "model": {"family": "profile", "hidden": 16, "layers": 1}, "objective": objective}
+
+
+def test_a_student_waits_for_the_embeddings_of_its_teacher_or_reads_a_folder(project: Project) -> None:
+    runs = {"tiny": {"corpus": "sim"}, "student": student("tiny")}
+    config = project.write_config("student.yaml", runs=runs)
+    asked = ("--configfile", config, "--", "results/runs/student/train/status.json")
+    once = dict.fromkeys([*CORPUS, "consolidate", "embed", "teach"], 1)
+    shown = project.ran("--dry-run", "--printshellcmds", *asked)
+    assert jobs_in(shown) == once | {"plan": 2, "train": 2}
+    assert "--embeddings results/runs/tiny/embeddings/sim.h5ad --out " in shown
+    assert "--teacher results/runs/student/teacher " in shown
+    project.write_config("student.yaml", runs={"student": student("./given")})
+    missing = project.snakemake("--dry-run", *asked)
+    assert missing.returncode != 0
+    assert "cellmill: runs.student.objective.teacher: given/sim.h5ad: no such file" in missing.stdout
+    (project.folder / "given").mkdir()
+    (project.folder / "given" / "sim.h5ad").touch()
+    assert project.jobs(*asked) == dict.fromkeys([*CORPUS, "teach", "plan", "train"], 1)
+
+
+@pytest.mark.full
+def test_a_student_is_trained_evaluated_and_named_after_its_teacher(finished: Project) -> None:
+    labels = {"name": "classification", "label_column": "cell_type"}
+    teacher = {"corpus": "sim", "objective": labels, "init_from": "tiny"}
+    runs = {"tiny": {"corpus": "sim"}, "teacher": teacher, "student": student("teacher")}
+    config = finished.write_config("student.yaml", runs=runs)
+    asked = ("--configfile", config, "--", "results/runs/student/evaluate/metrics.json")
+    shown = finished.ran("--printshellcmds", *asked)
+    ancestors = re.search(r"cellmill evaluate .*runs/student/.* --ancestors (\S+ \S+) --cells", shown)
+    assert ancestors is not None, "the cells of its teacher, and of that which its teacher began with"
+    folder = finished.folder / "results/runs/student"
+    assert "training cells have a vector of 16 numbers" in shown
+    config = json.loads((folder / "model/config.json").read_text())
+    assert config["supervised_by"] == ["cell_type"]
+    digest = json.loads((folder.with_name("teacher") / "model/config.json").read_text())["weights_sha256"]
+    assert f"| distilled from | teacher, weights `{digest[:16]}` |" in (folder / "model/README.md").read_text()
+    metrics = json.loads((folder / "evaluate/metrics.json").read_text())
+    assert metrics["datasets"]["sim"]["supervised"] == "supervised by this label (cell_type)"
+    logged = [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
+    assert min(line["labelled_frac_distill"] for line in logged if "loss" in line) > 0.9
+    assert finished.jobs(*asked) == {}
+    embeddings = folder.with_name("teacher") / "embeddings/sim.h5ad"
+    changed = ad.read_h5ad(embeddings)
+    changed.obsm["X_cellmill"] = changed.obsm["X_cellmill"][:, ::-1].copy()
+    changed.write_h5ad(embeddings)
+    assert {"teach", "train", "consolidate"} <= set(finished.jobs(*asked))
+    again = finished.snakemake(*asked)
+    assert again.returncode != 0
+    assert "it holds a training of 12 steps with another configuration (objective.parts {" in again.stdout
 
 
 def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:

@@ -72,6 +72,28 @@ rule plan:
         " 2>&1 | tee -i {log:q}"
 
 
+# The teacher's vectors of the cells that a run with objective distill reads.
+rule teach:
+    input:
+        manifest=jobs.of_corpus("{corpus}/shards/manifest.json"),
+        embeddings=lambda wildcards: pipeline.teacher_files(wildcards.run),
+    output:
+        vectors="results/runs/{run}/teacher/vectors.npy",
+        about="results/runs/{run}/teacher/vectors.json",
+    log:
+        "logs/teach/{run}.log",
+    benchmark:
+        "results/benchmarks/teach/{run}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    resources:
+        mem_mb=sized(8000, 1),  # all vectors
+        runtime=sized(60, 300),
+    shell:
+        "cellmill teach --manifest {input.manifest:q} --embeddings {input.embeddings:q}"
+        ' --out "$(dirname {output.about:q})" 2>&1 | tee -i {log:q}'
+
+
 # Only status.json is an output: Snakemake deletes the outputs of a failed job, and the run resumes from the checkpoints
 # in that folder. It starts its processes or submits its jobs itself, so it is a local rule.
 rule train:
@@ -82,7 +104,6 @@ rule train:
         # plan reruns. A training with the same options ends at once as done.
         plan="results/runs/{run}/plan.json",
         parent=jobs.parents,
-        vectors=jobs.gene_vectors,
     output:
         "results/runs/{run}/train/status.json",
     log:

@@ -101,6 +101,8 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
                 unused.add("predict_changes")
             if not any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()):
                 unused.add("import")
+            if not any(run.teacher for run in runs.values()):
+                unused.add("teach")
             show(check_slurm(ask, partial(check_stages, parsed, unused)))
             try:
                 check_python(sys.executable)

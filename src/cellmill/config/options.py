@@ -10,6 +10,7 @@ from cellmill.config.parallel import Parallel
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.objectives import DistillConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import Track
 from cellmill.config.run import Consolidate, Embed, KnockOut, Plan, Predict, Report, Stream, Train
@@ -53,6 +54,11 @@ class TrainOptions(Section):
     def number_columns(self) -> dict[str, str]:
         """obs columns whose numbers batches carry, in the order of the batches, and the option that names each."""
         return dict(sorted(self.objective.columns().numbers.items()))
+
+    @property
+    def teacher(self) -> str | None:
+        """Run, or folder of embeddings, whose vectors batches carry."""
+        return next((part.teacher for part in self.objective.each() if isinstance(part, DistillConfig)), None)
 
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""

@@ -164,10 +164,12 @@ class JobFiles:
         return [str(path) for path in self.published[wildcards.published].files()]
 
     def parents(self, wildcards: Wildcards) -> list[str]:
-        """What the run waits for: the model that it starts from, and its trunk's end."""
-        trunk = self.runs[wildcards.run].trunk
-        status = [] if trunk is None else [f"results/runs/{trunk}/train/status.json"]
-        return self._parent_model(wildcards) + status
+        """What a training reads of others: its first weights, its trunk's end, vectors of a teacher and of genes."""
+        run = self.runs[wildcards.run]
+        status = [] if run.trunk is None else [f"results/runs/{run.trunk}/train/status.json"]
+        vectors = [] if run.teacher is None else [f"results/runs/{wildcards.run}/teacher/vectors.json"]
+        given = getattr(run.model, "gene_vectors", None)  # its path is among the options
+        return self._parent_model(wildcards) + status + vectors + ([] if given is None else [given])
 
     def parent_arguments(self, wildcards: Wildcards) -> list[str]:
         """The same as arguments of `cellmill train`."""
@@ -176,20 +178,16 @@ class JobFiles:
             words += ["--init-from", str(Path(path).parent)]
         if run.trunk is not None:
             words += ["--trunk", f"results/runs/{run.trunk}/train/checkpoints/step-{run.trunk_step:08}"]
+        if run.teacher is not None:
+            words += ["--teacher", f"results/runs/{wildcards.run}/teacher"]
         return words
 
-    def gene_vectors(self, wildcards: Wildcards) -> list[str]:
-        """File of `model.gene_vectors`, if any; its path is among the options."""
-        path = getattr(self.runs[wildcards.run].model, "gene_vectors", None)
-        return [] if path is None else [path]
-
     def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
-        """Manifests of the runs that the initial weights came from: their cells are not held out either."""
-        manifests, run = [], self.runs[wildcards.run]
-        while run.init_from in self.runs:  # not None, nor the path of a model folder
-            run = self.runs[run.init_from]
-            manifests.append(f"results/corpora/{run.corpus}/shards/manifest.json")
-        return manifests
+        """Manifests of the runs that the run began with or learnt from: their cells are not held out either."""
+        ancestors = [self.runs[wildcards.run]]
+        for run in ancestors:  # which grows; a parent may also be None, or the path of a folder
+            ancestors += [self.runs[parent] for parent in (run.init_from, run.teacher) if parent in self.runs]
+        return [f"results/corpora/{run.corpus}/shards/manifest.json" for run in ancestors[1:]]
 
     # evaluation
 

@@ -220,21 +220,25 @@ class Workflow(Section):
                     f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
                     f"vocabulary.variability of corpus {run.corpus} to yes"
                 )
-            parent = run.init_from or "/"
-            if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
-                yield (
-                    f"runs.{name}.init_from: no run {parent!r}; there are: {', '.join(self.runs)}; the path of "
-                    "a model folder has a `/`, such as ./NAME"
-                )
-            self._refuse_circle(name, "init_from")
+            parents = [("init_from", run.init_from, "model folder"), ("objective.teacher", run.teacher, "folder")]
+            for key, given, kind in parents:
+                parent = given or "/"
+                if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
+                    yield (
+                        f"runs.{name}.{key}: no run {parent!r}; there are: {', '.join(self.runs)}; the path of "
+                        f"a {kind} has a `/`, such as ./NAME"
+                    )
+            self._refuse_circle([name])
             self._check_trunk(name, run)
 
-    def _refuse_circle(self, name: str, key: str) -> None:
-        chain = [name]
-        while (parent := getattr(self.runs[chain[-1]], key)) in self.runs:
+    def _refuse_circle(self, chain: list[str]) -> None:
+        """Refuse a run that waits for itself; `chain` are runs of which each waits for the next."""
+        run = self.runs[chain[-1]]
+        for key, parent in (("init_from", run.init_from), ("trunk", run.trunk), ("objective.teacher", run.teacher)):
             if parent in chain:
-                raise ValueError(f"runs.{name}.{key}: a circle: {' -> '.join([*chain, parent])}")
-            chain.append(parent)
+                raise ValueError(f"runs.{chain[0]}.{key}: a circle: {' -> '.join([*chain, parent])}")
+            if parent in self.runs:
+                self._refuse_circle([*chain, parent])
 
     def _check_trunk(self, name: str, run: RunConfig) -> None:
         """Refuse a trunk that is not a run, or that will not have the checkpoint."""
@@ -244,7 +248,6 @@ class Workflow(Section):
             return
         if run.trunk not in self.runs:
             raise ValueError(f"runs.{name}.trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}")
-        self._refuse_circle(name, "trunk")
         trunk = self.runs[run.trunk]
         if run.trunk_step not in trunk.train.keep_steps:
             raise ValueError(
@@ -330,6 +333,13 @@ class Workflow(Section):
         """Names of the datasets the run is evaluated on: `evaluate.datasets`, or its corpus's."""
         chosen = self.runs[run].evaluate.datasets
         return chosen if chosen is not None else self.trained_on(self.runs[run].corpus)
+
+    def teacher_files(self, run: str) -> list[str]:
+        """Embeddings of the datasets of the run's corpus by its teacher; none without one."""
+        teacher = self.runs[run].teacher
+        folder = Path(f"results/runs/{teacher}/embeddings" if teacher in self.runs else teacher or "")
+        names = [] if teacher is None else self.trained_on(self.runs[run].corpus)
+        return [str(folder / f"{name}.h5ad") for name in names]
 
     def entries(self, stage: str) -> Mapping[str, Section]:
         """Corpora or runs, whichever `stage` is run for; empty for a stage over all of them."""

@@ -19,6 +19,7 @@ from anndata.io import read_elem, write_elem
 
 from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
+from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.errors import DataError
 from cellmill.evaluate.predict import ABOUT_PREDICTION, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
 from cellmill.files import atomic_path
@@ -122,6 +123,23 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
             f"{names[int((~finite).argmax())]!r}; expected an embedding of every cell"
         )
     return vectors
+
+
+def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
+    """obs names and vectors of a file of stage embed, or of another package, and what the stage says of the model.
+
+    Vectors are `(cells, width)` float32; a row is finite, or all NaN.
+    """
+    with open_h5(path) as file:
+        with _readable(f"{path}: obs, obsm or uns"):
+            names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
+            key = next((key for key in (KEY, EXTERNAL_KEY) if key in file.get("obsm", {})), None)
+            stored = file.get("X") if key is None else file["obsm"][key]
+            about = dict(read_elem(file["uns"][ABOUT])) if key == KEY else {}
+        vectors = _vectors(file, stored, "X" if key is None else f"obsm[{key!r}]", names, str(path), "it")
+    refuse_duplicates(str(path), "obs", names)
+    vectors[~np.isfinite(vectors).all(axis=1)] = np.nan
+    return names, vectors, about
 
 
 def _vectors(

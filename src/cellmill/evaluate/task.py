@@ -18,7 +18,6 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from anndata.io import read_elem
 from sklearn.decomposition import PCA
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
@@ -28,12 +27,11 @@ from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index, places
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, record, verify_changed
 from cellmill.data.shards.plan import select_genes
-from cellmill.data.shards.reader import open_shards, read_gene_ids
+from cellmill.data.shards.reader import obs_names, open_shards, read_gene_ids
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
 from cellmill.evaluate.baselines import BaselineCache
@@ -140,12 +138,7 @@ class TrainedCells:
             if verify_changed(manifest):
                 record(manifest)
             for path in (manifest.shard_path(shard) for split in READ for shard in manifest.splits[split].shards):
-                try:
-                    with open_h5(path, REMEDY) as file:
-                        names = read_elem(file["obs"][file["obs"].attrs["_index"]])
-                except (OSError, KeyError) as error:
-                    raise DataError(f"{path}: cannot read its obs names ({error}); run shard again") from None
-                for dataset, _, cell in (str(name).partition(":") for name in names):
+                for dataset, _, cell in (name.partition(":") for name in obs_names(path)):
                     if dataset in self.seen:
                         self.seen[dataset].add(cell)
         for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():

@@ -120,7 +120,8 @@ class EncoderBatch(Batch):
     def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:
         """Return the batch, with hidden what `own` hides."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
-        given = {name: getattr(batch, name) for name in shared} | {"counts": None, "numbers": None, "keys": keys}
+        given = {name: getattr(batch, name) for name in shared} | {"keys": keys}
+        given |= dict.fromkeys(("counts", "numbers", "teacher"))
         hidden = own.get("value_hidden")
         given["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool) if hidden is None else hidden
         return cls(**given | {"value_known": ~given["value_hidden"]} | own)

@@ -11,10 +11,12 @@ from cellmill.config import check_options
 from cellmill.config.checks import check_rows
 from cellmill.config.load import INHERITED, read_model_config, unequal, weight_pairs
 from cellmill.config.options import TrainOptions
+from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.teacher import open_vectors
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
 
@@ -48,6 +50,7 @@ class CorpusFacts:
     options: TrainOptions
     vocabulary: Path
     shards: Manifest
+    taught: Path | None = None  # folder of a teacher's vectors
 
     def _train_cells(self) -> slice:
         return slice(self.options.stream.train_cells(self.shards.splits["train"].n_obs))
@@ -79,9 +82,14 @@ class CorpusFacts:
         rows = find(levels, Vocabulary.read(self.vocabulary))
         return {level: [row + len(SPECIAL) for row in found] for level, found in rows.items()}
 
+    def teacher(self) -> TeacherVectors:
+        if self.taught is None:
+            raise ConfigError("objective distill requires its teacher's vectors; pass --teacher, as the workflow does")
+        return open_vectors(self.taught, self.shards, verify=True)[0]
 
-def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOptions:
-    """Return the options fitted to the vocabulary and the training cells. Raises DataError without quantiles."""
+
+def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None) -> TrainOptions:
+    """Return the options fitted to vocabulary, training cells and a teacher's folder. Raises DataError if unusable."""
     tokens = options.tokens
     if tokens.needs_quantiles:
         quantiles = Vocabulary.read(vocabulary).quantiles
@@ -91,7 +99,7 @@ def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest) -> TrainOp
                 "vocabulary.quantiles to yes and make it again"
             )
         tokens = tokens.fitted(quantiles.tolist())
-    objective = options.objective.fit(CorpusFacts(options, vocabulary, shards))
+    objective = options.objective.fit(CorpusFacts(options, vocabulary, shards, teacher))
     return options.model_copy(update={"tokens": tokens, "objective": objective})
 
 

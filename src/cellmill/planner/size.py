@@ -277,6 +277,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     per_cell: dict[str, Any] = {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
     if columns := len(spec.objective.columns().numbers):
         per_cell["numbers"] = np.zeros((cells, columns))
+    for vectors in filter(None, (getattr(part, "vectors", None) for part in spec.objective.each())):
+        per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
     return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell)
 
 

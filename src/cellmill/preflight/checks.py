@@ -198,6 +198,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
     **{stage: {"mem_mb": (16000, 12), "runtime": (240, 120)} for stage in ("divide", "shard_part", "shard")},
     "import": {"mem_mb": (8000, None), "runtime": (60, None)},
+    "teach": {"mem_mb": (8000, 1), "runtime": (60, 300)},
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},

@@ -68,7 +68,7 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     before["weights_format"] = given.get("weights_format", 1)
 
     def short(value: Any) -> str:
-        return re.sub("^([0-9a-f]{12})[0-9a-f]{52}$", r"\1", str(value))  # a digest
+        return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))  # a digest
 
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return {key: f"{short(before.get(key))} -> {short(now.get(key))}" for key in changed}

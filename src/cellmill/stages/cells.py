@@ -1,4 +1,4 @@
-"""Stages that apply an exported model to cells: embed, embed_external, predict and generate.
+"""Stages that apply an exported model to cells: embed, embed_external, teach, predict and generate.
 
 embed_external runs a command of another environment, whose embedding becomes a row beside the model. Its output is
 checked and kept in the form of stage `embed`, so that `evaluate` reads no file that another package wrote.
@@ -28,12 +28,15 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
-from cellmill.data.shards.index import DATASET, text_of
+from cellmill.data.shards.index import DATASET, new_array, text_of
+from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.reader import obs_names
+from cellmill.data.shards.teacher import ABOUT, TABLE
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
 from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of, uncalibrated
-from cellmill.evaluate.results import read_external, write_embedding, write_prediction
-from cellmill.files import sha256_file
+from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
+from cellmill.files import sha256_file, write_json
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
 from cellmill.train.telemetry import memory_bytes
 
@@ -193,6 +196,34 @@ def as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[s
     var = pd.DataFrame({"symbol": vocabulary.symbols}, index=vocabulary.gene_ids)
     layers = {"rank": sp.csr_matrix((rank, indices, indptr), shape=shape)}
     return ad.AnnData(sp.csr_matrix((data, indices, indptr), shape=shape), obs, var, {"cellmill": about}, layers=layers)
+
+
+def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
+    """Write vectors of the cells that a training reads, found by name in `embeddings`, DATASET.h5ad each, to `out`."""
+    shards = Manifest.read(manifest)
+    files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
+    cells = pd.Index(np.concatenate([obs_names(path) for path in files]))
+    table, models, labels = np.full((len(cells), 0), np.nan, np.float32), set[str](), set[str]()
+    for path in embeddings:
+        names, vectors, about = read_vectors(path)
+        table = table if table.shape[1] else np.full((len(cells), vectors.shape[1]), np.nan, np.float32)
+        models.add(str(about.get("model_digest", "")))
+        if len(models) > 1 or vectors.shape[1] != table.shape[1]:
+            raise DataError(f"{path}: its vectors are of another model than {embeddings[0]}'s; embed both by one model")
+        labels |= {*filter(None, str(about.get("supervised_by", "")).split(", "))}
+        rows = cells.get_indexer(f"{path.stem}:" + names)
+        table[rows[rows >= 0]] = vectors[rows >= 0]
+    train, width = table[: shards.splits["train"].n_obs], table.shape[1]
+    known = train[np.isfinite(train[:, 0])]
+    if not len(known):
+        raise DataError(f"{manifest}: no training cell has a vector in {embeddings[0]}; expected cells of these names")
+    out.mkdir(parents=True, exist_ok=True)
+    std = known.std(0, dtype=np.float64)
+    with new_array(out / TABLE, table.shape, "<f4") as array:
+        array[:] = (table - known.mean(0, dtype=np.float64)) / np.where(std > 0, std, 1)
+    about = {"width": width, "sha256": sha256_file(out / TABLE), "shards": shards.fingerprint, "model": models.pop()}
+    write_json(out / ABOUT, about | {"supervised_by": sorted(labels)})
+    print(f"{len(known):,} of {len(train):,} training cells have a vector of {width:,} numbers -> {out}")
 
 
 def predict(

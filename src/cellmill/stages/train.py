@@ -55,16 +55,17 @@ def train(
     machine: Machine,
     restart: bool = False,
     trunk: Path | None = None,
+    teacher: Path | None = None,
 ) -> None:
     """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
 
-    With `trunk`, the folder of a checkpoint of another run, this one continues from there (`runs.branch`).
-    Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
+    With `trunk`, the folder of a checkpoint of another run, this one continues from there (`runs.branch`). `teacher` is
+    a folder of stage teach. Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards, n_cells, fingerprint = open_corpus(options, manifest)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = fitted(options, vocabulary, shards)
+    options = fitted(options, vocabulary, shards, teacher)
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)
@@ -76,6 +77,7 @@ def train(
         "manifest": str(manifest),
         "vocabulary": str(vocabulary),
         "init_from": None if init_from is None else str(init_from),
+        "teacher": None if teacher is None else str(teacher),
         "supervised_by": supervised_by(options.objective, init_from),
         "nodes": machine.nodes,
         "nproc_per_node": machine.nproc_per_node,

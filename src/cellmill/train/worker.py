@@ -111,7 +111,7 @@ def build_trainer(
         build_model(options, vocabulary, record["init_from"], mesh, levels),
         spec,
         measure_flops(spec, options.finetune) if flops is None else flops,
-        build_streams(options, manifest, mesh, copies),
+        build_streams(options, manifest, mesh, copies, record.get("teacher")),
         {
             "identity": record["identity"],
             "fingerprint": record["fingerprint"],
@@ -191,7 +191,11 @@ def _gene_vectors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, to
 
 
 def build_streams(
-    options: TrainOptions, manifest: Manifest, mesh: Mesh, copies: LocalCopies | None = None
+    options: TrainOptions,
+    manifest: Manifest,
+    mesh: Mesh,
+    copies: LocalCopies | None = None,
+    teacher: str | None = None,
 ) -> tuple[CellStream, CellStream | None]:
     """Return the endless stream of training cells, and that of validation cells, None if there are none."""
     shared: dict[str, Any] = {
@@ -207,6 +211,7 @@ def build_streams(
         "counted": options.objective.needs_counts,
         "copies": copies,
         "number_columns": options.number_columns(),
+        "teacher": teacher,
     }
     columns = options.obs_columns()
     train = CellStream(manifest.path, "train", columns=columns, **shared)

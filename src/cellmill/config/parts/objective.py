@@ -8,6 +8,7 @@ from pydantic import Field
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
+from cellmill.config.section import Section
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,16 @@ class Columns:
         return Columns({**self.levels, **other.levels}, {**self.numbers, **other.numbers}, (*self.named, *other.named))
 
 
+class TeacherVectors(Section):
+    """What is known of a teacher and of its vectors (`data.shards.teacher`)."""
+
+    width: int = Field(ge=1, description="Numbers of a vector.")
+    sha256: str = Field(description="Digest of the vectors.")
+    shards: str = Field(description="Fingerprint of the shards of their cells.")
+    model: str = Field(description="Digest of the teacher's weights; empty for vectors of another package.")
+    supervised_by: list[str] = Field(description="obs columns whose labels the teacher was trained with.")
+
+
 class Facts(Protocol):
     """What options can take from a corpus when a training starts; files are read on each call."""
 
@@ -34,6 +45,9 @@ class Facts(Protocol):
 
     def genes(self, column: str) -> Mapping[str, Sequence[int]]:
         """Token ids of the genes that each level is named after, none for a level without a known gene."""
+
+    def teacher(self) -> TeacherVectors:
+        """What is known of the teacher. Raises UserError if its vectors are missing, damaged or of other shards."""
 
 
 class ObjectiveConfig(Plugin):

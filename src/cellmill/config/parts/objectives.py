@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from cellmill.config import plugin
-from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig
+from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig, TeacherVectors
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin, by_name
 
@@ -259,6 +259,31 @@ class RegressionConfig(ObjectiveConfig):
         return self.model_copy(update={key: value for key, value in found.items() if getattr(self, key) is None})
 
 
+class DistillConfig(ObjectiveConfig):
+    """Another model's embedding of each cell, predicted from the cell embedding."""
+
+    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Distill"
+    hides_tokens: ClassVar[bool] = False
+    families: ClassVar[tuple[str, ...]] = ENCODING
+
+    name: Literal["distill"] = "distill"
+    """Predict the embedding of a teacher, another model, from the cell embedding by a linear layer: usually a part of a
+    sum with cell_decoding."""
+    teacher: str
+    """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of each dataset, with
+    a `/`, such as ./scgpt, whose obsm["X_cellmill"], obsm["X_emb"] or X has the vectors and whose obs has the cells'
+    names. Cells without a vector are ignored."""
+    vectors: TeacherVectors | None = None
+    """Width and digests of the teacher's vectors, which train writes into the run; leave it out."""
+
+    @property
+    def supervised_by(self) -> tuple[str, ...]:
+        return () if self.vectors is None else tuple(self.vectors.supervised_by)
+
+    def fit(self, facts: Facts) -> Self:
+        return self.model_copy(update={"vectors": facts.teacher()})
+
+
 def _choice(name: str) -> type[Plugin]:
     """Options class of the part `name`: the objective's options and `weight`."""
     if name == "sum":
@@ -313,6 +338,8 @@ class SumConfig(ObjectiveConfig):
         ):
             if len(having) > 1:
                 yield f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
+        if len(taught := [name for name, part in self.parts.items() if isinstance(part, DistillConfig)]) > 1:
+            yield f"parts: {' and '.join(taught)} both have a teacher, and batches carry the vectors of one; keep one"
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]

@@ -154,6 +154,7 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
     for name, run in pipeline.runs.items():
         if (path := getattr(run.model, "gene_vectors", None)) is not None:
             yield f"runs.{name}.model.gene_vectors", path
+        yield from ((f"runs.{name}.objective.teacher", path) for path in pipeline.teacher_files(name))
         for task in run.evaluate.tasks.values():
             yield from ((f"runs.{name}.evaluate.tasks.{task.name}.{key}", path) for key, path in task.paths().items())
         for external, model in run.evaluate.external.items():

@@ -353,8 +353,14 @@ def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
         number = int(np.searchsorted(ends, cell, side="right"))
         shard = shards[number]
         row = cell - int(ends[number]) + shard.n_obs
-        with open_h5(shard.path, REMEDY) as file:
-            obs = file["obs"]
-            name = read_texts(obs[obs.attrs["_index"]])[row]
-        names.append(f"{name} ({shard.path.name} row {row})")
+        names.append(f"{obs_names(shard.path)[row]} ({shard.path.name} row {row})")
     return names
+
+
+def obs_names(shard: Path) -> np.ndarray:
+    """`dataset:name` of the cells of a shard, `(n_obs,)` object."""
+    try:
+        with open_h5(shard, REMEDY) as file:
+            return read_texts(file["obs"][file["obs"].attrs["_index"]])
+    except (OSError, KeyError) as error:
+        raise DataError(f"{shard}: cannot read its obs names ({error}); {REMEDY}") from None

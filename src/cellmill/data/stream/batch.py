@@ -66,6 +66,7 @@ class Batch:
     counts: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64, if the objective needs them
     levels: Array | None = field(default=None, metadata=CELL)  # (cells, columns) level codes of obs columns, 0 unknown
     numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})  # (cells, columns) float64
+    teacher: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})  # (cells, width) float32
     covariate_rows: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64 (`models.cell_encoder`), or 0
     lengths: list[int] = field(default_factory=list)  # tokens of each cell: reading them never waits for a device
 

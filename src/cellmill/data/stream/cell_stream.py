@@ -22,6 +22,7 @@ from cellmill.data.shards.index import MISSING, CellColumns
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import cell_names, open_shards
+from cellmill.data.shards.teacher import open_vectors
 from cellmill.data.stream.batch import Batch, cut_batch, cut_evenly, empty_batch, micro_batches_of_ranks
 from cellmill.data.stream.order import EpochLayout, Repeats, shards_read
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
@@ -46,9 +47,9 @@ class CellStream:
     step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is above 1
     (pipelines), cells are spread evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch
     in disk order of the first `max_cells` cells. `counted` batches have the counts of their tokens; `columns` and
-    `number_columns` map obs columns, whose levels or numbers batches carry, to the option that names each. Shards are
-    read from `copies` once these are complete. Raises DataError when manifest or shards are missing, damaged or do not
-    match, or the split has no cells.
+    `number_columns` map obs columns, whose levels or numbers batches carry, to the option that names each; `teacher`
+    is the folder of vectors that they carry (`data.shards.teacher`). Shards are read from `copies` once these are
+    complete. Raises DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CellStream:
         counted: bool = False,
         columns: Mapping[str, str] = MappingProxyType({}),
         number_columns: Mapping[str, str] = MappingProxyType({}),
+        teacher: str | None = None,
         copies: LocalCopies | None = None,
     ):
         assert stream.lanes % world == 0, f"{stream.lanes} lanes for {world} ranks"
@@ -112,6 +114,7 @@ class CellStream:
         self._per_cell = {
             "levels": CellColumns(opened, split, "levels", self.levels) if columns else None,
             "numbers": CellColumns(opened, split, "numbers", number_columns) if number_columns else None,
+            "teacher": None if teacher is None else open_vectors(Path(teacher), opened)[1][split],
         }
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)

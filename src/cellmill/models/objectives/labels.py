@@ -1,8 +1,8 @@
-"""classification and regression: a label, or a number, of a cell predicted from its vector by a head.
+"""classification, regression and distill: a label, a number, or another model's vector of a cell from its own vector.
 
-Both take the vectors that `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is divided by the
-number of cells with a label or number, over all processes. Cells without one, and cells of which nothing is shown, take
-no part. Validation has no dropout.
+The first two take the vectors that `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is
+divided by the number of cells with a target, over all processes. Cells without one, and cells of which nothing is
+shown, take no part. Validation has no dropout.
 
 `classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the head are the levels
 of the label in the order of the corpus; a run that starts from another one takes over rows of the same name.
@@ -10,8 +10,14 @@ of the label in the order of the corpus; a run that starts from another one take
 `regression`: the head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the cells of
 the global batch (`train.batch_rows`); its predictions have neither scale nor offset, and are judged by r alone.
 
-Legend: C cells with a label or number, K labels, L levels (K, and one for cells without a label if there are any), H
-width of a cell's vector, S cells of a global batch with a number.
+`distill`: the mean squared error of a linear layer over the columns of the teacher's vector, which are standardised
+(`data.shards.teacher`): 1 for the mean of the cells, and over all of them the share of the teacher's variance that is
+not explained. Regression on hidden features of a teacher through a learned layer is the hint of FitNets (Romero et al.
+2015, equation 3). Beside an objective that draws a view, the model sees a part of each cell, of which the teacher saw
+all. Cells of `evaluate` have no vector: the embedding is judged by its tasks.
+
+Legend: C cells with a target, K labels, L levels (K, and one for cells without a label if there are any), H width of a
+cell's vector, D of the teacher's, S cells of a global batch with a number.
 """
 
 from collections.abc import Sequence
@@ -24,7 +30,7 @@ from scipy.special import softmax
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.objectives import ClassificationConfig, LabelConfig, RegressionConfig
+from cellmill.config.parts.objectives import ClassificationConfig, DistillConfig, LabelConfig, RegressionConfig
 from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_genes
@@ -81,7 +87,7 @@ class TargetBatch(EncoderBatch):
     """Whole cells, and the label or the number of those that have one."""
 
     target_cells: torch.Tensor  # (C,) int64: indices of the cells with a target and genes
-    targets: torch.Tensor  # (C,): labels, int64 from 0, or standardised numbers, float32
+    targets: torch.Tensor  # (C,): labels, int64 from 0, or standardised numbers, float32; (C, D) vectors
     n_targets: torch.Tensor  # C
     weights: torch.Tensor | None = None  # (C,) float32: factors of the loss of labels
     shares: tuple[RowShare, ...] | None = None
@@ -94,7 +100,7 @@ class CellObjective(Objective):
     has_target_per_cell = True
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target of each cell, (cells,), and which of them are known, (cells,) bool."""
+        """Return the target of each cell, (cells, …), and which of them are known, (cells,) bool."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
@@ -107,6 +113,13 @@ class CellObjective(Objective):
         """(C, H): vectors of the cells with a target."""
         vectors: torch.Tensor = model.cell_vectors(states, prepared)[prepared.target_cells]
         return vectors
+
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
+
+    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        """Predictions of the targets, which `judge` compares."""
+        raise NotImplementedError
 
 
 class LabelObjective(CellObjective):
@@ -171,9 +184,6 @@ class Classification(LabelObjective):
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         return self.logits(model, vectors, prepared.cell_keys[prepared.target_cells])
-
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
-        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         labels, logits = observed
@@ -259,9 +269,6 @@ class Regression(CellObjective):
         vectors = self.target_vectors(model, states, prepared).to(states.dtype)
         return self._head(model, vectors, prepared.cell_keys[prepared.target_cells])
 
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
-        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
-
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         numbers, predicted = (values.astype(np.float64) for values in observed)
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
@@ -276,6 +283,34 @@ class Regression(CellObjective):
         metrics |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
         metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
+
+
+class Distill(CellObjective):
+    config: DistillConfig
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        head, given = f"teacher_head{self.suffix}", model.vector_width
+        # a plan may be made before the teacher's vectors are
+        self.width = given if self.config.vectors is None else self.config.vectors.width
+        setattr(model, head, with_std(nn.Linear(given, self.width), given**-0.5))
+        return (head,)
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors = batch.teacher
+        if vectors is None:
+            vectors = torch.full((len(batch.lengths), self.width), torch.nan)
+        return vectors, vectors.isfinite().all(1)
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        return (self._predicted(model, states, prepared) - prepared.targets).square().mean(1).sum()
+
+    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
+        predicted: torch.Tensor = getattr(model, f"teacher_head{self.suffix}")(vectors)
+        return predicted.float()
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        return {}, []
 
 
 def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,232 @@
+"""Distillation: the loss, vectors that stage teach finds by the names of cells, and files that cannot be used."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from cellmill.cli import main
+from cellmill.config.run import Stream
+from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.shards.teacher import open_vectors
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.errors import UserError
+from cellmill.evaluate.results import write_embedding
+from cellmill.models.batch import to_tensors
+from cellmill.planner.inputs import fitted
+from cellmill.runs.identity import changed_keys, identity
+from cellmill.stages.train import supervised_by
+from tests.checks import refused
+from tests.models import initialized, random_cells, spec, train_options
+from tests.unit.small_corpus import write_corpus
+from tests.unit.test_labels import GENES, TOKENS
+from tests.unit.test_supervised_contrastive import card
+
+ABOUT = {"width": 3, "sha256": "", "shards": "", "model": "", "supervised_by": []}
+MODEL = {"family": "profile", "hidden": 8, "layers": 1, "objective": "distill", "teacher": "big", "vectors": ABOUT}
+LENGTHS = (3, 5, 0, 4)
+
+
+def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_cells_that_have_one() -> None:
+    model = initialized(spec(GENES, TOKENS, **MODEL))
+    given = np.random.default_rng(2).normal(size=(4, 3)).astype(np.float32)
+    given[1, 2] = np.nan
+    batch = to_tensors(random_cells(LENGTHS, TOKENS, GENES, teacher=given))
+    prepared = model.prepare(model.view(batch, seed=0, step=0), seed=0, step=0)
+    assert prepared.n_targets == 2, "the second cell has a number that is none, the third no gene"
+    vectors, layer = model.embed(batch), model.teacher_head
+    expected = sum(
+        ((layer.weight @ vectors[cell] + layer.bias - torch.from_numpy(given[cell])) ** 2).sum() / 3 for cell in (0, 3)
+    )
+    torch.testing.assert_close(model(prepared), expected)
+    bare = to_tensors(random_cells(LENGTHS, TOKENS, GENES))
+    assert model.prepare(model.view(bare, seed=0, step=0), seed=0, step=0).n_targets == 0
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Manifest:
+    """Of 60 cells of dataset `one`, called cell0, cell1, …"""
+    return write_corpus(tmp_path, 60, val_frac=0.2, test_frac=0.2)
+
+
+def cells_of(shards: Manifest, split: str) -> list[int]:
+    """Number in the name of each cell of a split, in the order of the shards."""
+    names = [name for shard in shards.splits[split].shards for name in ad.read_h5ad(shards.shard_path(shard)).obs_names]
+    return [int(name.removeprefix("one:cell")) for name in names]
+
+
+def write_teacher(folder: Path, vectors: Any, names: list[str] | None = None, key: str | None = "X_emb") -> Path:
+    """The file of a teacher that knows the cells by name; without a key its vectors are X."""
+    folder.mkdir(exist_ok=True)
+    obs = pd.DataFrame(index=[f"cell{i}" for i in range(len(vectors))] if names is None else names)
+    stored = {"X": vectors} if key is None else {"obsm": {key: vectors}}
+    ad.AnnData(obs=obs, **stored).write_h5ad(folder / "one.h5ad")
+    return folder / "one.h5ad"
+
+
+def teach(shards: Manifest, out: Path, *files: Path) -> int:
+    words = ["teach", "--manifest", str(shards.path), "--embeddings", *map(str, files), "--out", str(out)]
+    return main(words)
+
+
+@pytest.mark.parametrize("key", ["X_emb", "X_cellmill", None])
+def test_vectors_are_found_by_name_and_standardised_over_training_cells(
+    shards: Manifest, tmp_path: Path, key: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = np.random.default_rng(0).normal(5, 3, (60, 4)).astype(np.float32)
+    given[:, 3] = 2  # a direction in which the teacher's cells are equal
+    train, val = (cells_of(shards, split) for split in READ)
+    given[train[2], 1], known = np.inf, [cell for cell in range(60) if cell != train[5]]
+    order = np.random.default_rng(1).permutation(known)
+    names = [f"cell{cell}" for cell in order]
+    if key == "X_cellmill":
+        (tmp_path / "teacher").mkdir()
+        about = {"model_digest": "abc", "supervised_by": "kind, donor"}
+        path = tmp_path / "teacher" / "one.h5ad"
+        write_embedding(path, pd.DataFrame(index=names), given[order], about)
+    else:
+        path = write_teacher(tmp_path / "teacher", given[order], names, key)
+    assert teach(shards, tmp_path / "out", path) == 0
+    n = len(train)
+    assert f"{n - 2} of {n} training cells have a vector of 4 numbers" in capsys.readouterr().out
+    about, found = open_vectors(tmp_path / "out", shards)
+    expected = given.astype(np.float64)
+    expected[[train[2], train[5]]] = np.nan
+    mean, std = np.nanmean(expected[train], 0), np.nanstd(expected[train], 0)
+    expected = (expected - mean) / np.where(std > 0, std, 1)
+    np.testing.assert_allclose(found["train"], expected[train], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["val"], expected[val], rtol=1e-4, atol=1e-5)
+    assert set(found) == set(READ), "a student sees no vector of a test cell"
+    labels = ["donor", "kind"] if key == "X_cellmill" else []
+    assert (about.width, about.model, about.supervised_by) == (4, "abc" if labels else "", labels)
+
+
+def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) -> None:
+    given = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+    assert teach(shards, tmp_path / "out", write_teacher(tmp_path / "teacher", given)) == 0
+    vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
+    shared: dict[str, Any] = {"global_batch": 8, "token_budget": 64, "rank": 0, "world": 1, "seed": 0}
+    stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), teacher=str(tmp_path / "out"), **shared)
+    batches = [batch for _, step in zip(range(4), stream) for batch in step]
+    stream.close()
+    cells = np.concatenate([batch.cells for batch in batches])
+    assert not np.array_equal(cells, np.sort(cells))
+    np.testing.assert_array_equal(np.concatenate([batch.teacher for batch in batches]), vectors[cells])
+
+
+def options(**teacher: Any) -> Any:
+    parts = {"cell_decoding": {}, "distill": {"teacher": "./given"} | teacher}
+    return train_options(model={"family": "profile"}, objective={"name": "sum", "parts": parts})
+
+
+def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(shards: Manifest, tmp_path: Path) -> None:
+    found = []
+    for seed in range(2):
+        vectors = np.random.default_rng(seed).normal(size=(60, 2)).astype(np.float32)
+        about = {"model_digest": "abcdef0123456789" * 4, "supervised_by": "kind"}
+        (tmp_path / "one.h5ad").unlink(missing_ok=True)
+        write_embedding(tmp_path / "one.h5ad", pd.DataFrame(index=[f"cell{i}" for i in range(60)]), vectors, about)
+        assert teach(shards, tmp_path / "out", tmp_path / "one.h5ad") == 0
+        found.append(fitted(options(), tmp_path, shards, tmp_path / "out"))
+    first, second = found
+    stored = {"options": first.model_dump(mode="json"), "identity": identity(first, None)}
+    assert changed_keys(stored, identity(first, None), "test") == {}
+    [(key, change)] = changed_keys(stored, identity(second, None), "test").items()
+    assert key == "objective.parts"
+    digests = [part.objective.parts["distill"].vectors.sha256[:12] for part in found]
+    assert all(f"'sha256': '{digest}'" in change for digest in digests), change
+    assert supervised_by(first.objective, None) == ["kind"]
+    said = "| distilled from | ./given, weights `abcdef0123456789` |\n"
+    assert said in card("profile", first.objective.model_dump(mode="json"), ["kind"])
+    with refused("objective distill requires its teacher's vectors; pass --teacher, as the workflow does"):
+        fitted(options(), tmp_path, shards)
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "vectors.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _changed(folder: Path) -> None:
+    path = folder / "vectors.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def _emptied(folder: Path) -> None:
+    (folder / "vectors.json").write_text("{}")
+
+
+def _of_others(folder: Path) -> None:
+    about = json.loads((folder / "vectors.json").read_text())
+    (folder / "vectors.json").write_text(json.dumps(about | {"shards": "0123456789abcdef"}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (_cut, "OUT/vectors.npy: damaged: "),
+    "changed": (_changed, "OUT/vectors.npy: expected sha256 DIGEST, got"),
+    "gone": (lambda folder: (folder / "vectors.npy").unlink(), "OUT/vectors.npy: no such file"),
+    "no description": (lambda folder: (folder / "vectors.json").unlink(), "OUT/vectors.json: no such file"),
+    "another description": (_emptied, "OUT/vectors.json: width: is missing"),
+    "other shards": (_of_others, "OUT/vectors.json: expected vectors of shards SHARDS, got of 0123456789ab; run t"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_vectors_are_one_line(shards: Manifest, tmp_path: Path, case: str) -> None:
+    out, (damage, message) = tmp_path / "out", DAMAGE[case]
+    assert teach(shards, out, write_teacher(tmp_path / "teacher", np.eye(60, 2, dtype=np.float32))) == 0
+    known = {"OUT": str(out), "SHARDS": shards.fingerprint[:12], "DIGEST": open_vectors(out, shards)[0].sha256[:12]}
+    for word, text in known.items():
+        message = message.replace(word, text)
+    damage(out)
+    with pytest.raises(UserError) as raised:
+        open_vectors(out, shards, verify=True)
+    assert str(raised.value).startswith(message)
+
+
+NAMES = [f"cell{i}" for i in range(60)]
+UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
+    "of other cells": (
+        np.eye(60, 2),
+        [f"other{i}" for i in range(60)],
+        "MANIFEST: no training cell has a vector in FILE; expected cells of these names",
+    ),
+    "all missing": (np.full((60, 2), np.nan), NAMES, "MANIFEST: no training cell has a vector in FILE; expected"),
+    "a name twice": (np.eye(60, 2), [*NAMES[:59], NAMES[0]], "FILE: obs names are not unique: 'cell0' occurs 2 times"),
+    "without an array": (None, NAMES, "FILE: expected a dense array of numbers in obsm['X_emb'] or X, got no dense"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_teacher_that_cannot_be_used_is_one_line(
+    shards: Manifest, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors, names, message = UNUSABLE[case]
+    path = tmp_path / "one.h5ad"
+    obs = pd.DataFrame(index=names)
+    ad.AnnData(obs=obs, obsm={} if vectors is None else {"X_emb": vectors}).write_h5ad(path)
+    assert teach(shards, tmp_path / "out", path) == 2
+    message = message.replace("MANIFEST", str(shards.path)).replace("FILE", str(path))
+    assert capsys.readouterr().err.startswith(f"cellmill teach: {message}")
+    assert not (tmp_path / "out" / "vectors.json").exists()
+
+
+def test_files_of_two_models_are_refused(shards: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    obs = pd.DataFrame(index=NAMES)
+    for model in "ab":
+        (tmp_path / model).mkdir()
+        write_embedding(tmp_path / model / "one.h5ad", obs, np.eye(60, 2), {"model_digest": model})
+    (tmp_path / "wide").mkdir()
+    write_embedding(tmp_path / "wide" / "one.h5ad", obs, np.eye(60, 3), {"model_digest": "a"})
+    first = tmp_path / "a" / "one.h5ad"
+    for other in ("b", "wide"):
+        path = tmp_path / other / "one.h5ad"
+        assert teach(shards, tmp_path / "out", first, path) == 2
+        line = f"{path}: its vectors are of another model than {first}'s; embed both by one model"
+        assert capsys.readouterr().err == f"cellmill teach: {line}\n"
