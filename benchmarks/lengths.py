@@ -1,7 +1,7 @@
 """How many optimizer steps a model needs: datasets x widths x lengths, by the workflow.
 
     python benchmarks/lengths.py FOLDER [--checkpoint last] [--datasets pbmc68k] [--hidden 128] [--lengths 400 800 1600]
-        [--train-frac 1] [--seeds 3] [--out F]
+        [--lr 0.005] [--train-frac 1] [--seeds 3] [--out F]
 
 FOLDER has one .h5ad for each entry of quality.py's `DATASETS`. Schedule wsd: the longest run is the trunk, and each
 shorter one continues from its checkpoint at four fifths of its own length, so that all lengths cost the longest and
@@ -39,6 +39,7 @@ def write_runs(
     lengths: Sequence[int] = LENGTHS,
     train_frac: float = 1.0,
     checkpoint: str = "last",
+    lr: float = SECTIONS["train"]["lr"],
 ) -> None:
     """Write config/."""
     rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name]['label']}" for name in datasets]
@@ -54,7 +55,7 @@ def write_runs(
                 runs |= of_lengths(f"{dataset}-{width}", seed, lengths, options)
     table = ["dataset\tpath\tcounts\tlabel", *rows]
     tasks = {task: TASKS[task] for task, _ in (COLUMNS[column] for column in SCORED)}
-    train = SECTIONS["train"] | {"schedule": "wsd", "decay_frac": DECAY, "val_every_steps": 200}
+    train = SECTIONS["train"] | {"schedule": "wsd", "decay_frac": DECAY, "val_every_steps": 200, "lr": lr}
     others = {
         "stream": {"train_frac": train_frac},
         "train": train,
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     parser.add_argument("--hidden", nargs="+", type=int, default=[128])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--lr", type=float, default=SECTIONS["train"]["lr"])
     parser.add_argument("--train-frac", type=float, default=1.0)
     parser.add_argument("--checkpoint", choices=("best", "last"), default="last")
     parser.add_argument("--seeds", type=int, default=3)
@@ -111,9 +113,8 @@ def main() -> None:
     given = parser.parse_args()
     lengths = sorted(given.lengths)
     folder = given.out or Path(tempfile.mkdtemp(prefix="lengths-"))
-    write_runs(
-        folder, given.data, given.datasets, given.hidden, given.seeds, lengths, given.train_frac, given.checkpoint
-    )
+    chosen = given.hidden, given.seeds, lengths, given.train_frac, given.checkpoint, given.lr
+    write_runs(folder, given.data, given.datasets, *chosen)
     runs = {
         (dataset, width, steps): [f"{dataset}-{width}-{steps}-{seed}" for seed in range(given.seeds)]
         for dataset in given.datasets

@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     stage = arguments.pop("stage")
     try:
         _check_paths(arguments)
+        _check_outputs(arguments)
         flags = {name: arguments.pop(name) for name in [*arguments] if "." in name}
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)
@@ -93,6 +94,23 @@ def _check_paths(arguments: dict[str, Any]) -> None:
             except OSError as error:
                 if error.errno == errno.ELOOP:
                     raise UserError(f"{path}: {error.strerror}") from None
+
+
+def _check_outputs(arguments: dict[str, Any]) -> None:
+    """Raise UserError if an output is an input too, or the other output: one of them would be lost."""
+    if "append" in arguments:  # stages that may add to their input, and check it
+        return
+    outputs = {name: path for name in ("report", "out") if isinstance(path := arguments.get(name), Path)}
+    given = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
+    taken = {
+        path.resolve(): name
+        for name, paths in given.items()
+        for path in paths
+        if name not in outputs and isinstance(path, Path)
+    }
+    for name, path in outputs.items():
+        if (other := taken.setdefault(path.resolve(), name)) != name:
+            raise UserError(f"--{name} {path} is --{other.replace('_', '-')}, which would be lost; name another file")
 
 
 def _options(stage: str, arguments: dict[str, Any]) -> Any:

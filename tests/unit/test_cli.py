@@ -254,3 +254,25 @@ def test_modules_are_imported_without_the_collector_and_left_out_of_its_work(ena
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", str(enabled), "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("preprocess --input {a} --dataset d --out {link} --report {b}", "preprocess: --out {link} is --input, which"),
+        ("preprocess --input {a} --dataset d --out {b} --report {b}", "preprocess: --out {b} is --report, which"),
+        ("vocabulary --cells {b} {a} --out {a}", "vocabulary: --out {a} is --cells, which"),
+        ("shard --cells {a} --vocabulary {b} --out {b}", "shard: --out {b} is --vocabulary, which"),
+    ],
+)
+def test_an_output_that_is_another_file_of_the_command_is_refused(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {name: tmp_path / name for name in ("a", "b", "link")}
+    for name in ("a", "b"):
+        paths[name].write_text(name)
+    paths["link"].symlink_to(paths["a"])
+    assert main(words.format(**paths).split()) == 2
+    line = f"cellmill {message.format(**paths)} would be lost; name another file\n"
+    assert capsys.readouterr().err == line
+    assert [paths[name].read_text() for name in ("a", "b")] == ["a", "b"]

@@ -197,7 +197,7 @@ def test_the_default_rate_is_scaled_to_another_batch_as_a_hint(
     planned = _plan(corpus, tmp_path, train={"global_batch": 16, "warmup_steps": 2})
     assert planned["scaled_lr"] == pytest.approx([2.5e-4, 6.25e-5])
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "hint        train.lr 0.001 is the default, for train.global_batch 256; scaled to 16 it is 0.00025 (square "
+        "hint        train.lr 0.001 suits train.global_batch 256; scaled to 16 it is 0.00025 (square "
         "root, usual for AdamW) or 6.3e-05 (linear)"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_jobs, waiting_lines
+from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_jobs, stage_lines
 from cellmill.runs.jobs import JobRecord, Jobs, JobState
 from cellmill.runs.lock import claim
 
@@ -293,7 +293,9 @@ f-waits: job 41: PENDING (Resources): it starts as soon as enough nodes are free
 """
 
 
-def test_status_names_the_stages_of_this_workflow_that_wait(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_names_the_stages_of_this_workflow_that_wait_or_run(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here, elsewhere = results.parent, results
     (here / ".snakemake").mkdir()
     run_of(results, "one")
@@ -310,6 +312,7 @@ def test_status_names_the_stages_of_this_workflow_that_wait(results: Path, capsy
         "stage embed: 2 jobs (7, 8): PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
         "lower it in the profile",
         "stage vocabulary: job 9: PENDING (Priority): jobs of higher priority come first",
+        "stage shard: job 10: RUNNING",
     ]
     assert [job.name for job in stage_jobs(here)] == ["embed", "embed", "vocabulary", "shard"]
 
@@ -337,7 +340,7 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     line = (
         "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as soon as enough nodes are free"
     )
-    assert waiting_lines(many) == [line]
+    assert stage_lines(many) == [line]
 
 
 LIMIT, REQUEST, SPENT = "a limit of yours, ", "a job may not request this: ", "the time that was granted is used up: "

@@ -115,6 +115,7 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
         ({"world_size": 0}, "world_size: expected a divisor of stream.lanes 8, got 0"),
         ({"world_size": 3}, "world_size: expected a divisor of stream.lanes 8, got 3"),
         ({"rank": 2, "world_size": 2}, "rank: expected 0 to 1, below world_size, got 2"),
+        ({"columns": "bulk_labels"}, "columns: expected a list of obs columns, got 'bulk_labels'"),
         ({"split": "all"}, "split: expected one of train, val, test, got 'all'"),
         ({"stream": {"lane": 8}}, "stream: unknown key 'lane'; did you mean 'lanes'?"),
         ({"tokens": {"covariates": ["age"]}}, "tokens.covariates: expected none, got ['age']; name them in columns"),
@@ -128,6 +129,18 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
 def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         opened(folder, **options)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_flipped_byte_in_a_shard_is_refused(split: str, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "results" / "corpora" / "pbmc", 200, test_frac=0.3)
+    opened(tmp_path, split).close()  # hashed and recorded
+    shard = next(tmp_path.rglob(f"{split}-*.h5ad"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(DataError, match=rf"{shard.name}: expected sha256 \w+ as in the manifest, got \w+: damaged"):
+        opened(tmp_path, split)
 
 
 def test_fewer_cells_than_ranks_are_refused_in_one_line(folder: Path) -> None:

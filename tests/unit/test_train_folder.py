@@ -237,7 +237,7 @@ def test_a_holder_on_another_host_is_not_signalled(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     with folder.locked():
         (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "login2", "user": "ada", "follows": True}))
-        expected = r"another training is running here \(process 1 of ada on login2\); stop it first"
+        expected = r"another training is running here \(process 1 of ada on login2\); end it first"
         with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3, follows=True):
             pass
 

@@ -23,7 +23,7 @@ from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError, did_you_mean
 from cellmill.files import PROGRESS, read_json, span
 from cellmill.launch.follow import how_to_end, lost_start
-from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, waiting_lines
+from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, stage_lines
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, CommandError, Jobs, JobState
@@ -85,7 +85,7 @@ def status(*, runs: list[str], results: Path) -> None:
     stages, workflow = [], results.resolve().parent
     if (workflow / ".snakemake").is_dir() and shutil.which("squeue") is not None:
         with suppress(CommandError):
-            stages = waiting_lines(stage_jobs(workflow))
+            stages = stage_lines(stage_jobs(workflow))
     stages += running_stages(workflow / "logs")
     folders = {name: train_folder(results, name) for name in runs or run_names(results)}
     if not folders:

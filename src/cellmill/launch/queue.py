@@ -174,12 +174,11 @@ def stage_jobs(folder: Path) -> list[QueuedJob]:
     return jobs
 
 
-def waiting_lines(jobs: Sequence[QueuedJob]) -> list[str]:
-    """A line for each stage and reason that jobs wait for, with the remedy where there is one."""
+def stage_lines(jobs: Sequence[QueuedJob]) -> list[str]:
+    """A line for each stage and state of its jobs, with the reason why they wait and the remedy where there is one."""
     groups = defaultdict[tuple[str, JobState], list[QueuedJob]](list)
     for job in jobs:
-        if job.state.name == "PENDING":
-            groups[job.name, job.state].append(job)
+        groups[job.name, job.state].append(job)
     lines = []
     for (stage, state), same in groups.items():
         first, ids = same[0], ", ".join(job.job_id for job in same[:_LISTED])
@@ -247,7 +246,7 @@ class StageWatch:
         waiting = {job: (job.name, job.state.reason) for job in jobs if job.state.name == "PENDING"}
         self._reported &= set(waiting.values())
         late = [job for job, why in waiting.items() if job.job_id in self._before and why not in self._reported]
-        for line in waiting_lines(late):
+        for line in stage_lines(late):
             self.tell(line)
         self._reported |= {waiting[job] for job in late}
         self._before = {job.job_id for job in waiting}

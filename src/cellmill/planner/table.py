@@ -123,7 +123,7 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         root, linear = plan["scaled_lr"]
         yield (
             "hint",
-            f"train.lr {DEFAULT_LR:g} is the default, for train.global_batch {DEFAULT_BATCH:g}; scaled to "
+            f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}; scaled to "
             f"{plan['global_batch']:,} it is {root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)",
         )
     if plan["warmup_steps"] >= plan["steps"]:

@@ -216,6 +216,6 @@ class TrainFolder:
                 "your own"
             )
         self.path.chmod(0o700)
-        busy = "another training is running here ({holder}); stop it first, or give this run another name"
+        busy = "another training is running here ({holder}); end it first, or give this run another name"
         with locked(self.path, busy, wait_s, follows) as descriptor:
             yield descriptor

@@ -12,7 +12,7 @@ from cellmill.config.checks import check_rows
 from cellmill.config.load import check_options
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
-from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.manifest import READ, Manifest, record, verify, verify_changed
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.batch import to_tensors
@@ -27,8 +27,8 @@ class TensorStream:
     `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split `train` is shuffled
     and goes on without end; `val` and `test` are read in a fixed order, from the start. `tokens` and `stream` are
     the sections of the configuration of these names. `columns` are obs columns whose level codes a batch has, with the
-    names of the levels in `levels`, and `number_columns` those whose numbers it has. Raises ConfigError, or DataError
-    for shards that are damaged or have no such cells or columns.
+    names of the levels in `levels`, and `number_columns` those whose numbers it has. Shards that no training has hashed
+    are hashed first. Raises ConfigError, or DataError for shards that are damaged or have no such cells or columns.
     """
 
     def __init__(
@@ -59,9 +59,14 @@ class TensorStream:
             (world_size < 1 or lanes % world_size, f"world_size: expected a divisor of {given}, got {world_size}"),
             (not 0 <= rank < world_size, f"rank: expected 0 to {world_size - 1}, below world_size, got {rank}"),
             (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
+            (isinstance(columns, str), f"columns: expected a list of obs columns, got {columns!r}"),
         )
         if problems := [message for is_wrong, message in wrong if is_wrong]:
             raise ConfigError(problems[0])
+        if split not in READ:
+            verify(opened, opened.files([split]))
+        elif verify_changed(opened) and rank == 0:
+            record(opened)
         self._cells = CellStream(
             manifest,
             split,
