@@ -147,10 +147,12 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         where = re.escape(str(tmp_path))
-        expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); stop it"
-        with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
-            pass
-        holder.kill()
+        expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); end it"
+        try:
+            with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3):
+                pass
+        finally:
+            holder.kill()
     with TrainFolder(tmp_path).locked(wait_s=60):
         pass
 
