@@ -39,14 +39,6 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
     ]
 
 
-def test_training_continues_after_a_skipped_step(pool: Pool, corpus: str, tmp_path: Path) -> None:
-    found = pool.run("trained", corpus=corpus, options=options(), folder=str(tmp_path), steps=6, bad=[1, 4])[0]
-    losses = [line["loss"] for line in found["lines"] if "loss" in line]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]
-    assert (found["progress"]["skipped_steps"], found["progress"]["skipped_in_a_row"]) == (2, 0)
-
-
 def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one(pool: Pool, corpus: str, tmp_path: Path) -> None:
     run = options(train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
     each = {"corpus": corpus, "options": run, "bad": [2, 4, 5, 6], "steps": 9}

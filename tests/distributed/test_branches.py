@@ -43,29 +43,20 @@ def trunk(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints" / f"step-{BRANCH:08}"
 
 
-def test_a_branch_as_long_as_its_trunk_is_the_trunk_to_the_bit(corpus: str, trunk: Path, tmp_path: Path) -> None:
-    assert _train(corpus, tmp_path / "branch", trunk, steps=14, keep_steps=[BRANCH]) == 0
-    folders = trunk.parents[1], tmp_path / "branch"
-    assert _curve(folders[1]) == _curve(folders[0])
-    ends = [TrainFolder(folder).checkpoints()[-1] for folder in folders]
+@pytest.mark.parametrize("steps", [14, pytest.param(8, marks=pytest.mark.full)])
+def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp_path: Path, steps: int) -> None:
+    alone, branch = trunk.parents[1], tmp_path / "branch"
+    if steps != 14:
+        alone = tmp_path / "alone"
+        assert _train(corpus, alone, steps=steps) == 0
+    assert _train(corpus, branch, trunk, steps=steps, keep_steps=[BRANCH]) == 0
+    assert _curve(branch) == _curve(alone)
+    assert {line["step"] for line in _curve(branch)} == set(range(1, steps + 1))
+    ends = [TrainFolder(folder).checkpoints()[-1] for folder in (alone, branch)]
     for file in ends[0].path.glob("*.distcp"):
         assert (ends[1].path / file.name).read_bytes() == file.read_bytes()
     assert ends[1].best_step() == ends[0].best_step()
-
-
-@pytest.mark.full
-def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp_path: Path) -> None:
-    of_trunk = TrainFolder(trunk.parents[1])
-    assert [checkpoint.step for checkpoint in of_trunk.checkpoints()][-1] == 14
-    assert _train(corpus, tmp_path / "alone", steps=8) == 0
-    assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0
-    assert _curve(tmp_path / "branch") == _curve(tmp_path / "alone")
-    assert {line["step"] for line in _curve(tmp_path / "branch")} == set(range(1, 9))
-    alone, branch = (TrainFolder(tmp_path / name).checkpoints()[-1] for name in ("alone", "branch"))
-    for file in alone.path.glob("*.distcp"):
-        assert (branch.path / file.name).read_bytes() == file.read_bytes()
-    assert branch.best_step() == alone.best_step()
-    assert branch.state()["options"]["train"]["steps"] == 8
+    assert ends[1].state()["options"]["train"]["steps"] == steps
 
 
 @pytest.mark.full
@@ -81,10 +72,7 @@ def test_a_branch_that_has_begun_needs_no_trunk(corpus: str, trunk: Path, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"steps": 6},
-            "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5",
-        ),
+        ({"steps": 6}, "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5"),
         ({"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
         ({"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init_from"),
     ],

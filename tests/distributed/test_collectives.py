@@ -25,11 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
-QUICK: list[Any] = [
-    ("HYBRID_SHARD", ACCUMULATED),
-    ("sequence parallel", {}),
-    ("pp 2 x FULL_SHARD", ACCUMULATED),
-]
+QUICK: list[Any] = [("HYBRID_SHARD", ACCUMULATED), ("sequence parallel", {}), ("pp 2 x FULL_SHARD", ACCUMULATED)]
 RECOMPUTED: dict[str, dict[str, Any]] = {
     f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
     for name in ("FULL_SHARD x tp 2", "sequence parallel")

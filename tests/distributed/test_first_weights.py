@@ -41,8 +41,3 @@ def test_new_genes_begin_as_the_mean_row_in_every_layout_and_rank_0_alone_reads_
     for rank in found:
         assert rank["differing"] == []
     assert all(rank["read"] <= rank["kept"] for rank in found[1:])
-
-
-def test_random_values_of_a_part_are_those_of_the_whole(pool: Pool) -> None:
-    found = pool.run("first_weights.first_weights", options=_options(TP), folder=None)
-    assert [(rank["differing"], rank["read"]) for rank in found] == [([], 0)] * 4

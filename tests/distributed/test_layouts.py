@@ -1,6 +1,5 @@
 """How layouts cut a model, and what holds in them beside the promises of `test_conformance`."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.distributed.conformance import LAYOUTS, PIPELINES, THREE_AXES
+from tests.distributed.conformance import LAYOUTS, PIPELINES
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 from tests.tiers import quick
@@ -69,12 +68,3 @@ def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
     for found in pool.run("timeouts", parallel=LAYOUTS["HYBRID_SHARD"], seconds=77.0):
         assert len(found) > 2
         assert set(found) == {77.0}
-
-
-@pytest.mark.full
-@pytest.mark.xdist_group("layouts of 8, 0")
-def test_three_axes_cut_a_matrix_by_two_of_them(pools: Callable[[int], Pool], corpus: str) -> None:
-    layout = THREE_AXES["replicate 2 x shard 2 x tp 2"]
-    for found in pools(8).run("initial_parameters", corpus=corpus, options=options(layout)):
-        qkv = found["blocks.0.qkv.weight"]
-        assert (qkv["mesh"], qkv["full"], qkv["local"]) == ([2, 2, 2], [96, 32], [24, 32])

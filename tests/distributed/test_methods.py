@@ -200,12 +200,7 @@ def test_a_method_trains_as_in_one_process(
 
 @pytest.mark.parametrize(("first", "then"), few(ADAPTED, ADAPTED[2:3]), ids=str)
 def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
-    pool: Pool,
-    corpus: str,
-    references: dict[str, Found],
-    tmp_path: Path,
-    first: dict[str, Any],
-    then: dict[str, Any],
+    pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
     expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
     begun = spread(pool, options=run("lora", first), steps=2, **given)

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
@@ -20,32 +22,32 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 
 
 @pytest.fixture
-def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """run.json of a run of four processes, in `tmp_path`."""
-    parsed = TrainOptions.model_validate(options())
-    record = {"options": parsed.model_dump(mode="json"), "manifest": f"{corpus}/shards/manifest.json"}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes run.json of a run of four processes, in `tmp_path`."""
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    return record
+
+    def written(**parallel: Any) -> Path:
+        parsed = TrainOptions.model_validate(options(parallel))
+        record = {"options": parsed.model_dump(mode="json"), "manifest": f"{corpus}/shards/manifest.json"}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        return tmp_path / "run.json"
+
+    return written
 
 
-def test_the_message_lists_the_parts_in_descending_order_and_the_first_change(
-    run: dict[str, Any], tmp_path: Path
+def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the_run(
+    run: Callable[..., Path], tmp_path: Path
 ) -> None:
+    plan = run()
     line = error_line(torch.OutOfMemoryError(CUDA), tmp_path)
     assert line is not None
     who, _, rest = line.partition("; ")
     assert who == f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
-    assert rest == advice(run, TrainOptions.model_validate(run["options"]), 4, 2)
+    assert rest == advice(plan, 4, 2)
     assert " per process, most of it activations (activations " in rest
     assert rest.endswith("): set parallel.activation_checkpointing to full")
-
-
-def test_the_parts_and_the_change_follow_the_options_of_the_run(run: dict[str, Any]) -> None:
-    checkpointed = TrainOptions.model_validate(options({"activation_checkpointing": "full"}))
-    before, after = (advice(run, each, 4, 2) for each in (TrainOptions.model_validate(options()), checkpointed))
-    assert before != after
+    after = advice(run(activation_checkpointing="full"), 4, 2)
     assert after.endswith("): lower train.token_budget to 128")
 
 
@@ -92,7 +94,15 @@ def test_out_of_memory_errors_are_told_from_others() -> None:
         with pytest.raises((RuntimeError, MemoryError)) as failed:
             allocate()
         assert is_out_of_memory(failed.value)
-    assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
-    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    for error in (
+        torch.OutOfMemoryError(CUDA),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+        dist.DistBackendError("Last error:\nCuda failure 'out of memory'"),
+    ):
+        assert is_out_of_memory(error), error
     assert not is_out_of_memory(RuntimeError("a bug"))
     assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))

@@ -1,6 +1,5 @@
 """Pipelines beside the promises of `test_conformance`: few padded lengths, each made ready once; resumes to the bit."""
 
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from cellmill.config.parallel import pipeline_tokens
 from tests.distributed import cases
-from tests.distributed.conformance import PIPELINES
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
@@ -21,8 +19,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B x FULL_SHARD": {"pp": 2, "microbatches": 6, "sharding_strategy": "FULL_SHARD"},
     "ZBV x tp 2": {"pp": 2, "microbatches": 6, "schedule": "ZBV", "tp": 2},
 }
-
-GENES = {"layers": 8, "objective": "masked_gene"}  # ties the vocabulary between the first and the last stage
 
 
 @pytest.mark.full
@@ -54,12 +50,3 @@ def test_padded_lengths_are_few_and_near(multiple: int) -> None:
     assert (padded - tokens < np.maximum(64 * multiple, tokens / 16 + 1)).all()
     assert all(pipeline_tokens(n, multiple) == n for n in set(padded.tolist())), "a padded length is not padded again"
     assert len(set(padded[(tokens > 32_768) & (tokens <= 65_536)].tolist())) <= 17
-
-
-def test_a_resumed_pipeline_is_bitwise_the_uninterrupted_run(pool: Pool, corpus: str, tmp_path: Path) -> None:
-    train = {"steps": 8, "checkpoint_every_steps": 4}
-    staged = options(PIPELINES["pp 2, ZBV x SHARD_GRAD_OP"], model=GENES | {"layers": 4}, train=train)
-    whole = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
-    resumed = pool.run("curve", corpus=corpus, options=staged, folder=str(tmp_path), steps=8, load=True)
-    assert resumed[0] == whole[0][4:]

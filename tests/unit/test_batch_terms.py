@@ -14,7 +14,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import write_tensors
-from cellmill.train.validation import EmbeddingMonitor
+from cellmill.train.validation import Monitor
 from tests.models import config_json, genes_of, initialized, prepare, random_cells, spec
 
 N_GENES = 60
@@ -127,9 +127,10 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     n, width = 200, 6
     numbers = torch.randint(1, 4, (n, 2), generator=generator)
     z = torch.randn(n, width, generator=generator) + torch.tensor([0.0, 0.7, -1])[numbers[:, 1] - 1, None]
-    model: Any = SimpleNamespace(vector_width=width, kept_vectors=None)
+    objective = SimpleNamespace(leaves=dict)
+    model: Any = SimpleNamespace(vector_width=width, kept_vectors=None, objective=objective)
     mesh: Any = SimpleNamespace(device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor)
-    monitor = EmbeddingMonitor(model, LEVELS, "batch")
+    monitor = Monitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):
         ends = torch.arange(len(cells) + 1, dtype=torch.int32)
         ones = torch.ones(len(cells))
@@ -143,4 +144,4 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     line = monitor.line(mesh)
     assert line["batch_r2"] == pytest.approx(float(1 - within / centered.square().sum()))
     assert 0.1 < line["batch_r2"] < 0.9
-    assert "batch_r2" not in EmbeddingMonitor(model).line(mesh)
+    assert "batch_r2" not in Monitor(model).line(mesh)

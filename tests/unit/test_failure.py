@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cellmill.planner.search import is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train import failure
 from cellmill.train.failure import HangWatch, Position, error_line, hang_line, leave_reason
@@ -52,20 +51,6 @@ def test_an_error_of_the_program_on_a_gpu_is_its_own(tmp_path: Path) -> None:
     line = error_line(RuntimeError("CUDA error: device-side assert triggered"), tmp_path)
     assert line is not None
     assert "device-side assert" in line
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: out of memory"),
-        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
-        dist.DistBackendError("Last error:\nCuda failure 'out of memory'"),
-    ],
-)
-def test_memory_that_runs_out_outside_of_torchs_allocator_is_out_of_memory(error: Exception) -> None:
-    assert is_out_of_memory(error)
 
 
 def positions(*where: tuple[int, str, bool] | None, tick: int) -> list[Position | None]:
@@ -157,7 +142,7 @@ def test_a_start_that_a_rank_never_joins_ends_after_timeout_s_with_its_name(tmp_
 def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
     agent, watch, ended = dist.HashStore(), HangWatch(), threading.Event()
     store = dist.PrefixStore("watch", agent)
-    watch.joined()
+    watch.at("the start")
     watch.warm = True
 
     def other(saving: bool) -> None:

@@ -99,9 +99,7 @@ def test_a_run_that_ends_inside_an_epoch_counts_only_the_cells_it_sees(corpus: M
     assert _plan(corpus, tmp_path, train={"steps": 11})["cells_seen"] == N_CELLS + 3 * 32
 
 
-def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     auto = Train.model_validate({"steps": "auto"})
     assert {n: auto.total_steps(n) for n in (1, 13, 533, 534, 3907)} == {
         1: 1600, 13: 1600, 533: 1600, 534: 1602, 3907: 11_721,
@@ -239,10 +237,7 @@ WIDE: dict[str, Any] = {"stream": {"lanes": 512}, "train": {"global_batch": 512}
             {"nproc": 12, "parallel": {"tp": 2}},
             "stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile",
         ),
-        (
-            {"nodes": 64, "nproc": 8} | WIDE,
-            "512 processes for 250 training cells; set fewer processes in the profile",
-        ),
+        ({"nodes": 64, "nproc": 8} | WIDE, "512 processes for 250 training cells; set fewer processes in the profile"),
         ({"device": "h10"}, "unknown device 'h10'; set the profile's device to one of: cpu, v100, "),
         ({"tokens": {"max_tokens": 65}}, "tokens.max_tokens 65 exceeds train.token_budget 64"),
     ],
@@ -281,32 +276,29 @@ def test_a_run_that_does_not_fit_is_refused_with_a_remedy(
     )
 
 
-SMALLEST = "set parallel.activation_checkpointing to full and use fsdp with parallel.sharding_strategy FULL_SHARD and "
+RECOMPUTE = "set parallel.activation_checkpointing to full and "
+SMALLEST = RECOMPUTE + "use fsdp with parallel.sharding_strategy FULL_SHARD and "
 
 
 @pytest.mark.parametrize(
-    ("nodes", "nproc", "memory_gb", "remedy"),
+    ("nodes", "nproc", "memory_gb", "optimizer", "remedy"),
     [
-        (1, 4, 0.55, SMALLEST + "set parallel.tp to 2 with parallel.sequence_parallel"),
-        (4, 1, 0.55, SMALLEST + "set parallel.pp to 2"),
-        (4, 1, 0.2, SMALLEST + "use 16 nodes (the profile)"),
-        (1, 1, 0.9, "set parallel.activation_checkpointing to full and set parallel.cpu_offload to optimizer"),
+        (1, 4, 0.55, "adamw", SMALLEST + "set parallel.tp to 2 with parallel.sequence_parallel"),
+        (4, 1, 0.55, "adamw", SMALLEST + "set parallel.pp to 2"),
+        (4, 1, 0.2, "adamw", SMALLEST + "use 16 nodes (the profile)"),
+        (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
+        (1, 1, 0.9, "muon", RECOMPUTE + "use 2 nodes (the profile)"),  # which cannot be offloaded
     ],
 )
-def test_the_remedy_is_the_first_change_that_fits(nodes: int, nproc: int, memory_gb: float, remedy: str) -> None:
-    options = _options(parallel={"strategy": "ddp"}, **BIG)
+def test_the_remedy_is_the_first_change_that_fits(
+    nodes: int, nproc: int, memory_gb: float, optimizer: str, remedy: str
+) -> None:
+    options = _options(parallel={"strategy": "ddp"}, **BIG | {"train": BIG["train"] | {"optimizer": optimizer}})
     cells = Cells(np.full(4096, 16), 40)
     limit = int(memory_gb * 1e9)
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
     assert memory_needed(options, cells, hardware).total > limit
     assert remedy_of(options, cells, hardware) == remedy
-
-
-def test_offloading_is_not_proposed_to_an_optimizer_that_has_none() -> None:
-    train = {"train": BIG["train"] | {"optimizer": "muon"}}
-    hardware = Hardware(1, 1, "h100", 900_000_000, 900_000_000)
-    remedy = remedy_of(_options(parallel={"strategy": "ddp"}, **BIG | train), Cells(np.full(4096, 16), 40), hardware)
-    assert "cpu_offload" not in remedy
 
 
 def test_link_rates_and_pipeline_length_change_the_step_time_as_expected(corpus: Manifest, tmp_path: Path) -> None:
@@ -331,21 +323,6 @@ def test_the_largest_micro_batch_fits_and_one_more_token_does_not(corpus: Manife
     largest = planned["largest_micro_batch"]
     assert memory_needed(options, cells, hardware, largest).total <= hardware.usable_bytes
     assert memory_needed(options, cells, hardware, largest + 1).total > hardware.usable_bytes
-
-
-def test_a_thousand_processes_are_planned_and_their_traffic_is_split_by_link(corpus: Manifest, tmp_path: Path) -> None:
-    big = write_corpus(tmp_path / "big", 1100)
-    changes: dict[str, Any] = {"stream": {"lanes": 1024}, "train": {"global_batch": 1024}}
-    hybrid = _plan(big, tmp_path, nodes=128, nproc=8, device="h100", **changes)
-    full = _plan(
-        big, tmp_path, nodes=128, nproc=8, device="h100", parallel={"sharding_strategy": "FULL_SHARD"}, **changes
-    )
-    assert hybrid["world_size"] == 1024
-    parts = {(part["kind"], part["axis"]): part for part in hybrid["communication"]["collectives"]}
-    assert parts["all-gather", "dp_shard"]["inter_node_bytes"] == 0
-    assert parts["all-reduce", "dp_replicate"]["intra_node_bytes"] == 0
-    assert full["communication"]["link_bytes"]["inter_node"] > 0
-    assert full["memory"]["parts_bytes"]["optimizer"] < hybrid["memory"]["parts_bytes"]["optimizer"] / 100
 
 
 LARGE: dict[str, Any] = {
@@ -386,15 +363,15 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         assert changed == suggestion.options
         plan.plan(options=changed, manifest=corpus.path, out=tmp_path / "plan.json", machine=machine, device="h100")
         planned = json.loads((tmp_path / "plan.json").read_text())
-        assert planned["memory"]["total_bytes"] == suggestion.cost.memory.total
-        assert planned["hours"] == pytest.approx(suggestion.cost.hours)
+        assert planned["memory"]["total_bytes"] == suggestion.memory.total
+        assert planned["hours"] == pytest.approx(suggestion.hours)
 
 
 def test_the_fastest_come_first_and_layouts_that_do_not_fit_are_counted() -> None:
     suggestions, options = _suggest(plan={"memory_gb": 12})
-    hours = [suggestion.cost.hours or 0 for suggestion in suggestions.fitting]
+    hours = [suggestion.hours or 0 for suggestion in suggestions.fitting]
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
-    assert all(suggestion.cost.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
+    assert all(suggestion.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
     assert min(suggestions.too_large) > 0.9 * 12e9
     lines = table(suggestions, options, MACHINE, "h100").splitlines()
     assert lines[:2] == ["4 nodes x 8 h100; memory per process, bytes sent per process and step", ""]

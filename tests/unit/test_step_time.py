@@ -73,10 +73,7 @@ def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
     counts, options = random_counts(3000, 400), Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
     planned = corpus_cost([3000], counts.nnz / 3000, Preprocess(), options)[-1]
-    written = [
-        manifest.path,
-        *(manifest.shard_path(file) for file in manifest.files()),
-    ]
+    written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
     assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)  # of var, here 400 genes

@@ -12,7 +12,7 @@ from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.train.validation import EmbeddingMonitor, Progress, advice, check_best_metric
+from cellmill.train.validation import Monitor, Progress, advice, check_best_metric
 from tests.checks import refused
 from tests.models import model_on_cpu
 
@@ -38,9 +38,10 @@ def _cells() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
-    objective = SimpleNamespace(config=check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective"))
+    config = check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective")
+    objective = SimpleNamespace(config=config, leaves=dict)
     model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None, objective=objective)
-    monitor, mesh = EmbeddingMonitor(model), Mesh()
+    monitor, mesh = Monitor(model), Mesh()
     for cells in torch.arange(len(z)).split(70):
         n = len(cells)
         ends = torch.arange(n + 1, dtype=torch.int32)

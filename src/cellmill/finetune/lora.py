@@ -60,7 +60,15 @@ class Lora(Method):
     def transform(self, model: Model) -> None:
         super().transform(model)
         blocks = model.get_submodule(model.plan.blocks)
-        layers = self._layers(blocks)
+        first = next(iter(blocks.children()), None)
+        known = [] if first is None else [path for path, module in first.named_modules() if is_linear(module)]
+        if not known:
+            raise ConfigError("finetune.method lora: the model's blocks have no linear layers to adapt; set another")
+        names, targets = dict.fromkeys(path.split(".")[-1] for path in known), self.config.targets
+        for target in targets or ():
+            if target not in names and target not in known:
+                raise ConfigError(f"finetune.targets: no linear layer {target!r}; {did_you_mean(target, names)}")
+        layers = [path for path in known if targets is None or path in targets or path.split(".")[-1] in targets]
         self.paths = [f"{model.plan.blocks}.{i}.{layer}" for i, _ in blocks.named_children() for layer in layers]
         for path in self.paths:
             base: Any = model.get_submodule(path)
@@ -70,21 +78,6 @@ class Lora(Method):
             if (style := styles.pop(path, None)) is not None:
                 styles |= zip((f"{path}.base", f"{path}.a", f"{path}.b"), STYLES[style])
         model.plan = replace(model.plan, tensor=styles)
-
-    def _layers(self, blocks: nn.Module) -> list[str]:
-        """Paths of the layers to adapt in a block. Raises ConfigError for a target that no layer is called."""
-        first = next(iter(blocks.children()), None)
-        if first is None:
-            raise ConfigError("finetune.method lora: the model has no blocks whose layers it could adapt; set another")
-        known = [path for path, module in first.named_modules() if is_linear(module)]
-        if not known:
-            raise ConfigError("finetune.method lora: the model's blocks have no linear layers to adapt; set another")
-        names = dict.fromkeys(path.split(".")[-1] for path in known)
-        for target in self.config.targets or ():
-            if target not in names and target not in known:
-                raise ConfigError(f"finetune.targets: no linear layer {target!r}; {did_you_mean(target, names)}")
-        chosen = self.config.targets
-        return [path for path in known if chosen is None or path in chosen or path.split(".")[-1] in chosen]
 
     def trains(self, name: str) -> bool:
         return self.depth.is_head(name) or self._is_adapter(name)

@@ -8,16 +8,12 @@ block to block, and gradual unfreezing (there by epochs), follow Howard & Ruder 
 An adapter wraps a linear layer in a module that keeps it as `base`, never in a subclass of nn.Linear: tensor parallel
 and weight decay then treat the base as before. `plain_name` strips `.base.`, so the base keeps its name in initial
 values, checkpoints and exports. Wrapped modules give values to their own parameters as any module does
-(`models.initial`), and their paths in `model.plan.tensor` must be rewritten:
-
-    style of the wrapped layer    its base     first adapter layer     second adapter layer
-    columns                       columns      norm                    columns
-    rows                          rows         rows                    norm
+(`models.initial`), and their paths in `model.plan.tensor` must be rewritten (`finetune.lora.STYLES`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -116,33 +112,20 @@ class Depth:
         return self.n_blocks if is_behind else 0
 
 
-class GroupRate(NamedTuple):
-    """Rate of some parameters: a factor of the scheduled one, from a step on."""
-
-    scale: float
-    first_step: int
-
-
-def group_rates(method: Method, model: Model) -> dict[str, GroupRate]:
-    """Return the rates of heads, trunk, embeddings and `block_N`, where they differ; empty if all are alike."""
+def group_rates(method: Method, model: Model) -> dict[str, tuple[float, int]]:
+    """Return factor of the scheduled rate and first step of heads, trunk, embeddings, `block_N`; empty if alike."""
     depth, trains = Depth.of(model), trained_names(method, model)
-    rates: dict[str, GroupRate] = {}
+    rates: dict[str, tuple[float, int]] = {}
     for name in (plain_name(name) for name, _ in model.named_parameters()):
         if trains(name):
             level = depth.level(name)
             label = "heads" if depth.is_head(name) else f"block_{level - 1}" if level else "embeddings"
-            rates.setdefault(label, GroupRate(method.group(name).get("lr_scale", 1.0), method.first_step(name)))
-    if set(rates.values()) <= {GroupRate(1.0, 0)}:
+            rates.setdefault(label, (method.group(name).get("lr_scale", 1.0), method.first_step(name)))
+    if set(rates.values()) <= {(1.0, 0)}:
         return {}
+    heads = {label: rate for label, rate in rates.items() if label == "heads"}
     trunk = {rate for label, rate in rates.items() if label != "heads"}
-    if len(trunk) != 1:
-        return rates
-    return {label: rate for label, rate in rates.items() if label == "heads"} | {"trunk": trunk.pop()}
-
-
-def rates_line(rates: Mapping[str, GroupRate], lr: float, step: int) -> dict[str, float]:
-    """Return the rates in step `step`, from 0, for metrics.jsonl; 0 of what does not train yet."""
-    return {f"lr_{label}": lr * rate.scale * (step >= rate.first_step) for label, rate in rates.items()}
+    return heads | {"trunk": trunk.pop()} if len(trunk) == 1 else rates
 
 
 class Full(Method):

@@ -1,4 +1,4 @@
-"""Time of an optimizer step for a device (`planner.devices`) and network, and cost of a whole run.
+"""Time of an optimizer step for a device (`planner.devices`) and network, cost of a whole run, and the printed plan.
 
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
 Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
@@ -7,16 +7,17 @@ nothing.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, Parallel, layout
+from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
-from cellmill.planner.devices import Device
-from cellmill.planner.memory import Memory, PlannedModel, Traffic, idle_frac, peak_traffic
+from cellmill.planner.devices import Device, assumption, device_named
+from cellmill.planner.memory import Memory, PlannedModel, Traffic, host_bytes, idle_frac, link_bytes, traffic_of
 from cellmill.planner.size import ModelSize, measure
 from cellmill.planner.work import Cells, Work, measure_work
 
@@ -112,29 +113,24 @@ def step_time(
     traffic: Sequence[Traffic],
     network: Network,
     flops_per_s: float,
-    tokens: float,
-    pairs: float,
-    cells: float,
+    load: tuple[float, float, float],
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step of padded `cells`, `tokens` and (query, key) `pairs` on each rank, with the
+    """Return the duration of a step of a `load` of tokens, (query, key) pairs and padded cells on each rank, with the
     `traffic` of the rank that sends the most, where computation reaches `flops_per_s`.
     """
-    block_flops = 0.0  # of a block that is recomputed
+    recomputed = 0.0  # FLOPs of a block
     if model.parallel.activation_checkpointing is not None:
-        flops = model.size.flops
-        block_flops = flops.block * tokens + flops.pair * pairs + flops.block_by_cell * cells
+        recomputed = model.size.flops.of(*load, blocks=1, first=False, last=False)
     again = 1 - BACKWARD_FRAC
     compute_s = max(
-        sum(s.flops(tokens, pairs, cells) + again * s.blocks * block_flops for s in model.stages(rank)) / flops_per_s
+        sum(stage.flops(*load) + again * stage.blocks * recomputed for stage in model.stages(rank)) / flops_per_s
         for rank in range(model.layout.pp)
     )
-    communication_s = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
-    gathered, reduced = (
-        sum(network.seconds(part) for part in data if (part.kind == "all-gather") == gathers)
-        for gathers in (True, False)
-    )
+    communication_s = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
+    gathered = sum(network.seconds(part) for part in data if part.kind == "all-gather")
+    reduced = sum(network.seconds(part) for part in data if part.kind != "all-gather")
     if model.layout.pp > 1:
         communication_s = communication_s + gathered + reduced
     else:
@@ -150,6 +146,7 @@ def step_time(
 class Cost:
     """Estimates of a run; the optional ones are None if the device's speed is unknown."""
 
+    options: PlanOptions
     model: PlannedModel
     whole: ModelSize  # sizes of the whole model, without tensor parallelism
     work: Work
@@ -171,21 +168,129 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
     own_cells = work.cells_per_step / model.layout.dp
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
     more = work.padding * tokens  # computed by a pipeline like any other token, in cells of PAD_CELL
-    tokens, pairs, computed = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
-    micro_batches = work.micro_batches_per_step
-    traffic = peak_traffic(model, tokens, micro_batches)
-    peak = device.flops(options.parallel)
-    inside, between = options.plan.intra_node_gbs, options.plan.inter_node_gbs
-    inside = device.intra_node_gbs if inside is None else inside
-    between = device.inter_node_gbs if between is None else between
+    load = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
+    micro_batches, peak, plan = work.micro_batches_per_step, device.flops(options.parallel), options.plan
+    of_ranks = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
+    traffic = max(of_ranks, key=lambda parts: sum(part.sent_bytes for part in parts))
+    inside = device.intra_node_gbs if plan.intra_node_gbs is None else plan.intra_node_gbs
+    between = device.inter_node_gbs if plan.inter_node_gbs is None else plan.inter_node_gbs
     if peak is None or inside is None or between is None:
-        return Cost(model, whole, work, memory, flops_per_step, traffic)
-    network = Network(inside, between)
-    time = step_time(model, traffic, network, peak * options.plan.mfu_frac, tokens, pairs, computed, micro_batches)
+        return Cost(options, model, whole, work, memory, flops_per_step, traffic)
+    time = step_time(model, traffic, Network(inside, between), peak * plan.mfu_frac, load, micro_batches)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     # validation is a forward pass alone, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600
     mfu = flops_per_step / (time.step_s * peak * hardware.world)
     estimates = (time, mfu, hours, validations_s / 3600 / hours, hours * hardware.world)
-    return Cost(model, whole, work, memory, flops_per_step, traffic, *estimates)
+    return Cost(options, model, whole, work, memory, flops_per_step, traffic, *estimates)
+
+
+LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
+UNKNOWN = "unknown: no speed is known for this device"
+DEFAULT_BATCH, DEFAULT_LR = (float(Train.model_fields[name].default) for name in ("global_batch", "lr"))
+
+
+def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
+    """Return the content of plan.json."""
+    options, work, time, links = cost.options, cost.work, cost.time, ("intra_node_bytes", "inter_node_bytes")
+    of_work = ("steps", "steps_per_epoch", "cells_seen", "micro_batches_per_step", "validations", "val_cells")
+    collectives = [asdict(part) | {name: getattr(part, name) for name in links} for part in cost.traffic]
+    train, scaled_lr = options.train, None
+    if train.lr == DEFAULT_LR and (ratio := train.global_batch / DEFAULT_BATCH) != 1:
+        # by the square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017)
+        scaled_lr = [train.lr * math.sqrt(ratio), train.lr * ratio]
+    host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
+    return {
+        "parameters": cost.whole.parameters,
+        "memory": {
+            "parts_bytes": asdict(cost.memory),
+            "total_bytes": cost.memory.total,
+            "limit_bytes": hardware.usable_bytes,
+            "device_bytes": hardware.device_bytes,
+            "host_bytes": host,
+            "staging_bytes": staging,
+        },
+        "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
+        "flops_per_step": cost.flops_per_step,
+        "tokens_per_step": cells.tokens_per_cell * work.cells_per_step,
+        "tokens_per_cell": cells.tokens_per_cell,
+        "tokens": cells.tokens_per_cell * work.cells_seen,
+        "cells": cells.n,
+        "n_genes": cells.n_genes,
+        **{name: getattr(work, name) for name in of_work},
+        "auto_steps": train.steps == "auto",
+        "micro_batch_tokens": work.micro_tokens,
+        "step": None if time is None else {**asdict(time), "step_s": time.step_s},
+        "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
+        **{name: getattr(cost, name) for name in ("mfu", "hours", "validation_frac", "gpu_hours")},
+        "nodes": hardware.nodes,
+        "nproc_per_node": hardware.nproc_per_node,
+        "world_size": hardware.world,
+        "device": hardware.device,
+        "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
+        "mfu_frac": options.plan.mfu_frac,
+        "warmup_steps": train.warmup_steps,
+        "global_batch": train.global_batch,
+        "scaled_lr": scaled_lr,
+        "warnings": options.objective.warnings(),
+    }
+
+
+def table(plan: dict[str, Any]) -> str:
+    """Return the content of plan.json as lines of text."""
+    return "\n".join(f"{name:<12}{text}" for name, text in _rows(plan) if text)
+
+
+def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    memory, sizes, link, step = plan["memory"], plan["layout"], plan["communication"]["link_bytes"], plan["step"]
+    yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
+    cut = ""
+    if plan["cut_cells_frac"]:
+        cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
+    yield "cells", f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}"
+    per_epoch, auto = plan["steps_per_epoch"], ""
+    if plan["auto_steps"]:
+        enough = AUTO_EPOCHS * per_epoch
+        auto = f"; auto: {AUTO_EPOCHS} epochs"
+        auto += f" are {enough:,}, raised to the minimum" if enough < plan["steps"] else ""
+    yield "steps", f"{plan['steps']:,} ({per_epoch:,} per epoch{auto}), {plan['tokens']:,.0f} tokens in total"
+    flops = f"{plan['flops_per_step']:.3g} FLOPs"
+    micro_batches = f"{plan['micro_batches_per_step']:.1f} micro-batches per process"
+    yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
+    yield "processes", f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}"
+    parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
+    parts += f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
+    if memory["staging_bytes"]:
+        parts += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
+    yield "memory", f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}"
+    memory_gb = device_named(plan["device"]).memory_gb
+    if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):  # not the plan's own
+        yield "assumed", assumption(plan["device"])
+    largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
+    yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
+    inside, between = amount(link["intra_node"]), amount(link["inter_node"])
+    yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
+    if step is None:
+        yield from (("step time", UNKNOWN), ("hours", UNKNOWN))
+    else:
+        exposed = f"exposed communication {step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
+        yield "step time", f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, {exposed}"
+        peak = f"{plan['mfu']:.0%} of the peak (compute alone at {plan['mfu_frac']:.0%})"
+        yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
+        if sizes["cpu_offload"] is not None:
+            yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
+    if plan["validations"]:
+        share, hint = plan["validation_frac"], ""
+        if share is not None:
+            hint = f", {share:.0%} of the hours"
+            hint += ": lower train.val_cells or raise train.val_every_steps" if share > LARGE_FRAC else ""
+        yield "validation", f"{plan['validations']:,} times {plan['val_cells']:,} cells{hint}"
+    yield from (("warning", line) for line in plan["warnings"])
+    if plan["scaled_lr"] is not None:
+        root, linear = plan["scaled_lr"]
+        scaled = f"{root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)"
+        suits = f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}"
+        yield "hint", f"{suits}; scaled to {plan['global_batch']:,} it is {scaled}"
+    if plan["warmup_steps"] >= plan["steps"]:
+        yield "warning", f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"

@@ -60,8 +60,7 @@ def known_device(product: str) -> str:
     words = product.lower()
     named = (name for name in DEVICES if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words))
     device, memory = next(named, ""), re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
-    sized = f"{device}-{memory[1]}gb" if memory else ""
-    return sized if sized in DEVICES else device
+    return sized if memory and (sized := f"{device}-{memory[1]}gb") in DEVICES else device
 
 
 def sizes_of(name: str) -> list[str]:

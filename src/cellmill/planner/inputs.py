@@ -1,9 +1,10 @@
 """Checks of the files that a training reads, before any process is started; each error is one line."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -52,20 +53,19 @@ class CorpusFacts:
     shards: Manifest
     taught: Path | None = None  # folder of a teacher's vectors
 
-    def _train_cells(self) -> slice:
-        return slice(self.options.stream.train_cells(self.shards.splits["train"].n_obs))
+    def _column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
+        n_cells = self.options.stream.train_cells(self.shards.splits["train"].n_obs)
+        return CellColumns(self.shards, "train", kind, [name])[slice(n_cells)][:, 0]
 
     def cells_by_level(self, column: str) -> dict[str, int]:
-        levels = self.shards.levels({column: "objective"})
-        numbers = CellColumns(self.shards, "train", "levels", levels)[self._train_cells()]
-        counts = np.bincount(numbers[:, 0], minlength=len(levels[column]) + 1)[1:].tolist()
-        return {level: n for level, n in zip(levels[column], counts) if level != MISSING}
+        levels = self.shards.levels({column: "objective"})[column]
+        counts = np.bincount(self._column("levels", column), minlength=len(levels) + 1)[1:].tolist()
+        return {level: n for level, n in zip(levels, counts) if level != MISSING}
 
     def moments(self, column: str) -> tuple[float, float]:
         option = self.options.number_columns()[column]
         self.shards.fingerprint_with((), {column: option})  # names a column that is not there
-        numbers = CellColumns(self.shards, "train", "numbers", [column])
-        known = numbers[self._train_cells()][:, 0]
+        known = self._column("numbers", column)
         known = known[np.isfinite(known)]
         if not len(known) or not known.std():
             raise ConfigError(
@@ -77,9 +77,9 @@ class CorpusFacts:
     def genes(self, column: str) -> dict[str, list[int]]:
         """Token ids of the genes that each level is named after."""
         # by name: tables of genes need pandas, which other launchers do without
-        find: Callable[..., dict[str, list[int]]] = importlib.import_module("cellmill.data.genes.names").perturbed_genes
+        names = importlib.import_module("cellmill.data.genes.names")
         levels = [level for level in self.shards.levels({column: "objective"})[column] if level != MISSING]
-        rows = find(levels, Vocabulary.read(self.vocabulary))
+        rows = names.perturbed_genes(levels, Vocabulary.read(self.vocabulary))
         return {level: [row + len(SPECIAL) for row in found] for level, found in rows.items()}
 
     def teacher(self) -> TeacherVectors:

@@ -5,12 +5,12 @@ backward pass begins, with all activations, or when it ends, with all gradients;
 own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 
 Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights),
-with all stages alike. A test replays torch's own schedule tables and gets the same numbers.
+with all stages alike.
 
 Traffic: collectives are counted as rings. Each of n processes sends (n - 1) / n of the tensor in an all-gather or
 reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node, one of its k hops leaves the node,
 and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card. Reductions of a
-few numbers (targets, norms, signals) are left out. A test compares these numbers with what torch sends.
+few numbers (targets, norms, signals) are left out.
 
 Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV); DeepSeek-V3, 2024,
 section 3.2.1 (DualPipe, here in V shape); ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti
@@ -18,7 +18,7 @@ et al. 2022, section 4.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -30,7 +30,7 @@ from cellmill.planner.size import FLOAT32, ModelSize, measure
 
 
 class Counts(NamedTuple):
-    """Numbers of parameters and parts in one pipeline stage, or in all stages of a rank."""
+    """Numbers of parameters and parts in all pipeline stages of a rank."""
 
     blocks: int
     first: int  # 1 with the part before the blocks
@@ -49,16 +49,6 @@ class Stage:
     blocks: int
     first: bool
     last: bool
-
-    @property
-    def counts(self) -> Counts:
-        size, block = self.size, self.size.block
-        ends = self.first * size.begin.parameters + self.last * size.finish.parameters
-        ends_trained = self.first * size.begin.trained + self.last * size.finish.trained
-        if self.first and self.last:
-            ends, ends_trained = ends - size.tied.parameters, ends_trained - size.tied.trained
-        parameters, trained = self.blocks * block.parameters + ends, self.blocks * block.trained + ends_trained
-        return Counts(self.blocks, self.first, self.last, parameters, trained, ends, ends_trained)
 
     def flops(self, tokens: float, pairs: float, cells: float) -> float:
         return self.size.flops.of(tokens, pairs, cells, self.blocks, self.first, self.last)
@@ -93,8 +83,8 @@ class PlannedModel:
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
         size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
-        sizes, keeps_average = layout(parallel, world, local_world), options.train.ema_decay is not None
-        return cls(size, parallel, sizes, local_world, keeps_average, options.train.optimizer.states_per_parameter)
+        states, keeps_average = options.train.optimizer.states_per_parameter, options.train.ema_decay is not None
+        return cls(size, parallel, layout(parallel, world, local_world), local_world, keeps_average, states)
 
     @property
     def element_bytes(self) -> int:
@@ -122,7 +112,15 @@ class PlannedModel:
 
     def counts(self, rank: int) -> Counts:
         """Counts summed over the stages of pipeline rank `rank`."""
-        return Counts(*map(sum, zip(*(stage.counts for stage in self.stages(rank)))))
+        size, stages = self.size, self.stages(rank)
+        blocks, first, last = (sum(getattr(stage, name) for stage in stages) for name in ("blocks", "first", "last"))
+        tied = self.parallel.stages == 1  # one stage has tied parameters once
+        outside, outside_trained = (
+            first * getattr(size.begin, name) + last * getattr(size.finish, name) - tied * getattr(size.tied, name)
+            for name in ("parameters", "trained")
+        )
+        parameters, trained = blocks * size.block.parameters + outside, blocks * size.block.trained + outside_trained
+        return Counts(blocks, first, last, parameters, trained, outside, outside_trained)
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
@@ -169,33 +167,29 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def host_bytes(model: PlannedModel) -> int:
-    """Pinned host memory of one process for `parallel.cpu_offload`: weights, gradients, their state, an average."""
-    if model.parallel.cpu_offload is None:
-        return 0
-    return _host_copies(model, 1 + model.states + (model.keeps_average and model.parallel.cpu_offload == "full"))
+def host_bytes(model: PlannedModel) -> tuple[int, int]:
+    """Return pinned host memory of one process: for `parallel.cpu_offload` weights, gradients, their state and average,
+    and, beside a GPU, for the copy of a checkpoint weights, their state and average.
+    """
+    offload, staged = model.parallel.cpu_offload, model.states + model.keeps_average
+    offloaded = 1 + model.states + (model.keeps_average and offload == "full")
+
+    def copies(number: int) -> int:
+        """Bytes of this rank's weights and of `number` further tensors of each trained one."""
+        elements = max(own.parameters + number * own.trained for own in map(model.counts, range(model.layout.pp)))
+        return FLOAT32 * -(-elements // model.shards)
+
+    return copies(offloaded) if offload else 0, copies(staged)
 
 
-def staging_bytes(model: PlannedModel) -> int:
-    """Host memory of one process, pinned beside a GPU, for the copy of a checkpoint: weights, their state, average."""
-    return _host_copies(model, model.states + model.keeps_average)
-
-
-def _host_copies(model: PlannedModel, copies: int) -> int:
-    """Bytes of this rank's weights and of `copies` further tensors of each trained one."""
-    elements = max(own.parameters + copies * own.trained for own in map(model.counts, range(model.layout.pp)))
-    return FLOAT32 * -(-elements // model.shards)
-
-
-def peak_memory(model: PlannedModel, micro_tokens: int, micro_batches: int) -> Memory:
-    """Return the memory of the rank that needs most, with `micro_batches` of at most `micro_tokens` tokens."""
-    ranks = (memory_of(model, rank, micro_tokens, micro_batches) for rank in range(model.layout.pp))
-    return max(ranks, key=lambda memory: memory.total)
-
-
-def memory_of(model: PlannedModel, rank: int, micro_tokens: int, micro_batches: int) -> Memory:
-    """Return the memory of pipeline rank `rank`, 0 without a pipeline."""
-    return max(_moments(model, rank, micro_tokens, micro_batches), key=lambda memory: memory.total)
+def peak_memory(
+    model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
+) -> Memory:
+    """Return the memory of the pipeline rank that needs most, or of one of `ranks`, with `micro_batches` of at most
+    `micro_tokens` tokens."""
+    every = range(model.layout.pp) if ranks is None else ranks
+    moments = (memory for rank in every for memory in _moments(model, rank, micro_tokens, micro_batches))
+    return max(moments, key=lambda memory: memory.total)
 
 
 def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> Iterator[Memory]:
@@ -256,11 +250,8 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
 def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float:
     """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one block."""
     size, stages = model.size, model.stages(rank)
-    per_block = {
-        None: size.block.activations_per_token,
-        "selective": size.selective_per_token,
-        "full": size.width,
-    }[model.parallel.activation_checkpointing]
+    kept_by = {None: size.block.activations_per_token, "selective": size.selective_per_token, "full": size.width}
+    per_block = kept_by[model.parallel.activation_checkpointing]
     passes = [1]
     if model.parallel.pp > 1:
         in_flight = kept_micro_batches(model.parallel, rank, micro_batches)
@@ -275,7 +266,6 @@ def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
-Sent = Iterator[tuple[Kind, str, float, float]]  # kind of collective, mesh axis, payload bytes, number of calls
 
 
 @dataclass(frozen=True)
@@ -307,25 +297,15 @@ class Traffic:
 
 
 def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Return the bytes that a process sends in a step over each kind of link."""
-    return {
-        "intra_node": sum(part.intra_node_bytes for part in traffic),
-        "inter_node": sum(part.inter_node_bytes for part in traffic),
-    }
-
-
-def peak_traffic(model: PlannedModel, tokens: float, micro_batches: float) -> list[Traffic]:
-    """Return the traffic of the pipeline rank that sends the most; without a pipeline all ranks send the same."""
-    ranks = (traffic_of(model, rank, tokens, micro_batches) for rank in range(model.layout.pp))
-    return max(ranks, key=lambda traffic: sum(part.sent_bytes for part in traffic))
+    """Return the bytes that a process sends in a step over each kind of link: `intra_node` and `inter_node`."""
+    return {link: sum(getattr(part, f"{link}_bytes") for part in traffic) for link in ("intra_node", "inter_node")}
 
 
 def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
     """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
     totals: dict[tuple[Kind, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for sent in (_data_parallel, _tensor_parallel, _pipeline):
-        for kind, axis, payload, calls in sent(model, rank, tokens, micro_batches):
-            totals[kind, axis] = (totals[kind, axis][0] + payload, totals[kind, axis][1] + calls)
+    for kind, axis, payload, calls in _sent(model, rank, tokens, micro_batches):
+        totals[kind, axis] = (totals[kind, axis][0] + payload, totals[kind, axis][1] + calls)
     sizes = model.layout
     # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
     axes = {
@@ -342,48 +322,41 @@ def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: flo
     ]
 
 
-def _data_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
-    own, parallel = model.counts(rank), model.parallel
-    gradients = FLOAT32 * own.trained
-    if not model.is_sharded:
+def _sent(
+    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+) -> Iterator[tuple[Kind, str, float, float]]:
+    """Kind of collective, mesh axis, payload bytes and number of calls: data, tensor, then pipeline parallel."""
+    size, own, parallel, n_bytes = model.size, model.counts(rank), model.parallel, model.element_bytes * tokens
+    gradients, root = FLOAT32 * own.trained, int(own.outside > 0)
+    if model.is_sharded:
+        # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for a whole step
+        passes = 2 if parallel.reshards_after_forward else 1
+        gathered = own.outside + (own.parameters - own.outside) * passes
+        times = 1 if parallel.pp > 1 else micro_batches
+        yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
+        times = micro_batches if parallel.reduces_each_micro_batch else 1
+        yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
+        yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
+    else:
         yield "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
-        return
-    # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for its micro-batches
-    passes = 2 if parallel.reshards_after_forward else 1
-    gathered = own.outside + (own.parameters - own.outside) * passes
-    times = 1 if parallel.pp > 1 else micro_batches
-    root = int(own.outside > 0)
-    yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
-    times = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
-    yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
 
-
-def _tensor_parallel(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
-    size, own, n_bytes = model.size, model.counts(rank), model.element_bytes * tokens
     outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
     ends = (own.first and size.begin.sums_per_token > 0) + (own.last and size.finish.sums_per_token > 0)
     yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
-    sums = size.block.sums_per_token
-    recomputed = model.parallel.activation_checkpointing == "full"
+    sums, recomputed = size.block.sums_per_token, parallel.activation_checkpointing == "full"
     # recomputation stops at the last tensor that the backward pass needs, before the block's last reduction
     payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))
-    calls = own.blocks * (4 + recomputed) * micro_batches
-    if not model.parallel.sequence_parallel:
-        yield "all-reduce", "tp", payload, calls
-        return
-    yield "reduce-scatter", "tp", payload, calls
-    # gradients of the blocks' input, and the blocks' output
-    ends = own.first + own.last
-    gathered = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
-    yield "all-gather", "tp", n_bytes * gathered, (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches
+    kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
+    yield kind, "tp", payload, own.blocks * (4 + recomputed) * micro_batches
+    if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
+        ends = own.first + own.last
+        elements = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+        yield "all-gather", "tp", n_bytes * elements, (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches
 
-
-def _pipeline(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> Sent:
-    """Activations to the next stage, gradients to the previous one, and gradients of tied parameters."""
-    own, last = stages_of(rank, model.parallel), model.parallel.stages - 1
-    neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other <= last]
-    sent = sum(other not in own for other in neighbours)
-    yield "point to point", "pp", model.element_bytes * tokens * model.size.width * sent, sent * micro_batches
-    if (0 in own) != (last in own):
-        yield "point to point", "pp", FLOAT32 * model.size.tied.parameters / model.shards, 1
+    # activations to the next stage, gradients to the previous one, and gradients of tied parameters
+    stages, last = stages_of(rank, parallel), parallel.stages - 1
+    neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    sent = sum(other not in stages for other in neighbours)
+    yield "point to point", "pp", n_bytes * size.width * sent, sent * micro_batches
+    if (0 in stages) != (last in stages):
+        yield "point to point", "pp", FLOAT32 * size.tied.parameters / model.shards, 1

@@ -1,12 +1,11 @@
-"""FLOPs, live bytes and collectives of torch operations on the meta device, where nothing is computed.
-
-All counts are those of this rank's local tensors, also inside DTensors.
-"""
+"""FLOPs, live bytes and collectives of torch operations on the meta device: of local tensors, also inside DTensors."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,28 +47,21 @@ class Window:
 
     def live_bytes(self) -> int:
         """Bytes allocated in the window and alive at its end."""
-        return sum(
-            storage.n_bytes
-            for storage in self.allocations
-            if self.start <= storage.born < self.end and (storage.died is None or storage.died > self.end)
-        )
+        born = [storage for storage in self.allocations if self.start <= storage.born < self.end]
+        return sum(storage.n_bytes for storage in born if storage.died is None or storage.died > self.end)
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
         """Peak of live bytes above the start's; storages that stay, with a key in `without`, are left out."""
-        changes: dict[int, int] = {}
+        changes: Counter[int] = Counter()
         for storage in self.allocations:
             born, died = storage.born, storage.died
             if born >= self.end or (died is None and born >= self.start and storage.key in without):
                 continue
             if born >= self.start:
-                changes[born] = changes.get(born, 0) + storage.n_bytes
+                changes[born] += storage.n_bytes
             if died is not None and self.start <= died <= self.end:
-                changes[died] = changes.get(died, 0) - storage.n_bytes
-        live = peak = 0
-        for time in sorted(changes):
-            live += changes[time]
-            peak = max(peak, live)
-        return peak
+                changes[died] -= storage.n_bytes
+        return max(accumulate((changes[time] for time in sorted(changes)), initial=0))
 
 
 class OperationMeter(TorchDispatchMode):

@@ -25,7 +25,7 @@ import yaml
 from cellmill.config.checks import check_nodes
 from cellmill.config.load import stored_options
 from cellmill.config.machine import Machine
-from cellmill.config.options import PlanOptions, TrainOptions
+from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.tokenizers import token_numbers
@@ -139,29 +139,16 @@ def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
 
 SHOWN = 10
 MAX_PIPELINE = 16
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # of a pipeline
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A layout that fits."""
-
-    options: PlanOptions
-    cost: Cost
-
-    def rank(self) -> tuple[float, ...]:
-        """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node, axes, memory."""
-        parallel, sent, hours = self.options.parallel, link_bytes(self.cost.traffic), self.cost.hours
-        speed = 0.0 if hours is None else round(math.log(hours) / SIMILAR)
-        return (speed, sent["inter_node"], sent["intra_node"], parallel.tp * parallel.pp, self.cost.memory.total)
 
 
 @dataclass(frozen=True)
 class Suggestions:
     """Result of a search."""
 
-    fitting: list[Suggestion]  # the best first
+    fitting: list[Cost]  # the best first
     too_large: list[int]  # bytes of the layouts that do not fit
     refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them
 
@@ -174,7 +161,11 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
     examples: dict[str, str] = {}
     for parallel in layouts(options, hardware):
         try:
-            changed = _enough_lanes(options.model_copy(update={"parallel": parallel}), hardware)
+            lanes, dp = options.stream.lanes, hardware.layout(parallel).dp
+            # raised to a number that all ranks can share, if the batch can be divided by it
+            shared = (n for n in (lanes, math.lcm(lanes, dp), dp) if n % dp == 0 == options.train.global_batch % n)
+            stream = options.stream.model_copy(update={"lanes": next(shared, lanes)})
+            changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device, known)
             check_nodes(changed, range(hardware.nodes, hardware.nodes + 1), hardware.nproc_per_node, cells.n)
         except ConfigError as error:
@@ -185,15 +176,31 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
         if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
-            fitting.append(Suggestion(changed, cost(changed, cells, hardware, known, memory)))
-    return Suggestions(sorted(fitting, key=Suggestion.rank), too_large, refused)
+            fitting.append(cost(changed, cells, hardware, known, memory))
+    return Suggestions(sorted(fitting, key=_rank), too_large, refused)
+
+
+def _rank(found: Cost) -> tuple[float, ...]:
+    """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node, axes, memory."""
+    parallel, sent, hours = found.options.parallel, link_bytes(found.traffic), found.hours
+    speed = 0.0 if hours is None else round(math.log(hours) / SIMILAR)
+    return (speed, sent["inter_node"], sent["intra_node"], parallel.tp * parallel.pp, found.memory.total)
 
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
     kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
-    for changes in _axes(options, hardware):
-        parallel = Parallel.model_validate(kept | changes)
+    largest = min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
+    strategies = [{"strategy": "ddp"}]
+    strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
+    recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
+    tensor = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
+    sizes_of = [(tp, pp) for tp in tensor for pp in divisors(hardware.world // tp) if pp <= largest]
+    for (tp, pp), schedule, recompute, strategy in product(sizes_of, SCHEDULES, recomputed, strategies):
+        if pp == 1 and schedule != SCHEDULES[0]:
+            continue
+        axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
+        parallel = Parallel.model_validate(kept | strategy | axes | {"activation_checkpointing": recompute})
         try:
             sizes = hardware.layout(parallel)
         except ConfigError:
@@ -208,45 +215,22 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
             yield parallel
 
 
-def _axes(options: PlanOptions, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    largest = min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
-    strategies = [{"strategy": "ddp"}]
-    strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
-    recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
-    for tp in divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]:
-        for pp in (pp for pp in divisors(hardware.world // tp) if pp <= largest):
-            schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else ("1F1B",)
-            for schedule, recompute, strategy in product(schedules, recomputed, strategies):
-                axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
-                yield strategy | axes | {"activation_checkpointing": recompute}
-
-
-def _enough_lanes(options: PlanOptions, hardware: Hardware) -> PlanOptions:
-    """Raise `stream.lanes` to a number that all ranks can share, if the batch can be divided by it."""
-    lanes, dp = options.stream.lanes, hardware.layout(options.parallel).dp
-    for number in (lanes, math.lcm(lanes, dp), dp):
-        if number % dp == 0 and options.train.global_batch % number == 0:
-            return options.model_copy(update={"stream": options.stream.model_copy(update={"lanes": number})})
-    return options
-
-
 def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
     """Return the best layouts as lines of text, why others are missing, and the YAML of the best one."""
     nodes, nproc = machine.node_counts[0], machine.nproc_per_node
     lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
     head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
     lines += [head if suggestions.fitting else "no layout fits"]
-    for suggestion in suggestions.fitting[:SHOWN]:
-        estimate, parallel = suggestion.cost, suggestion.options.parallel
-        sent = link_bytes(estimate.traffic)
-        hours = "unknown" if estimate.hours is None else f"{estimate.hours:,.3g}"
-        mfu = "?" if estimate.mfu is None else f"{estimate.mfu:.0%}"
-        words = layout_words(parallel.model_dump() | vars(estimate.model.layout))
+    for found in suggestions.fitting[:SHOWN]:
+        parallel, sent = found.options.parallel, link_bytes(found.traffic)
+        hours = "unknown" if found.hours is None else f"{found.hours:,.3g}"
+        mfu = "?" if found.mfu is None else f"{found.mfu:.0%}"
+        words = layout_words(parallel.model_dump() | vars(found.model.layout))
         words += ", sequence_parallel" if parallel.sequence_parallel else ""
         if parallel.activation_checkpointing:
             words += f", recompute {parallel.activation_checkpointing}"
         intra, inter = amount(sent["intra_node"]), amount(sent["inter_node"])
-        lines.append(ROW.format(amount(estimate.memory.total), hours, mfu, intra, inter, words))
+        lines.append(ROW.format(amount(found.memory.total), hours, mfu, intra, inter, words))
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
     if too_large := suggestions.too_large:
         lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
@@ -294,24 +278,23 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
     return done.stdout.strip() or None
 
 
-def advice(record: dict[str, Any], options: TrainOptions, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+def advice(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
     """Return the planned memory of a process, and the first change after which it needs a fifth less."""
-    planned = PlanOptions.model_validate({**dict(options), "plan": {}})
+    record = read_json(run_json)
+    options = PlanOptions.model_validate({**dict(stored_options(record["options"], "run.json")), "plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
     lengths = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes).all
     cells = Cells(lengths, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
-    memory = memory_needed(planned, cells, hardware)
+    memory = memory_needed(options, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
     less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
     return (
         f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{remedy(planned, cells, less)}"
+        f"{remedy(options, cells, less)}"
     )
 
 
 if __name__ == "__main__":
-    _record = read_json(Path(sys.argv[1]))
-    _options = stored_options(_record["options"], "run.json")
-    print(advice(_record, _options, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    print(advice(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -27,7 +27,7 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, storage_key
-from cellmill.planner.meter import OperationMeter
+from cellmill.planner.meter import OperationMeter, Window
 
 FLOAT32 = 4
 SAMPLE_TOKENS = 1 << 14  # of the measured batch: random fractions (masks) are within 1 % of their mean
@@ -102,11 +102,11 @@ class ModelSize:
 
     def workspace_of(self, tokens: float) -> float:
         """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
-        sizes, elements = zip(*self.workspace)
+        sizes, elements = zip((0, 0.0), *self.workspace)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
             return float(elements[-1] + slope * (tokens - sizes[-1]))
-        return float(np.interp(tokens, (0, *sizes), (0.0, *elements)))
+        return float(np.interp(tokens, sizes, elements))
 
 
 _measured: dict[tuple[str, int, bool], ModelSize] = {}
@@ -126,9 +126,9 @@ def measure(
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
     with _measuring(spec, finetune) as (spec, method):
-        model = _build(spec, method, 1, False, one_block=True)
+        model = _build(spec, method, one_block=True)
         blocks = len(list(build(spec, method.transform).get_submodule(model.plan.blocks).children()))
-        return _flops(model, blocks, *_long_and_short(model, spec, 1))
+        return _flops(model, blocks, *(_Passes(model, spec, SAMPLE_TOKENS, halves=halves) for halves in (1, 2)))
 
 
 @contextmanager
@@ -152,59 +152,54 @@ def _measuring(spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1) -> I
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
-    cell_tokens = _cell_tokens(spec)
     multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
     # more is kept alive when DTensor sees an operation and its shapes for the first time, or an import happens inside
-    _Passes(model, _sample(spec, cell_tokens, SAMPLE_TOKENS), multiple)
-    long, short = _long_and_short(model, spec, multiple)
+    _Passes(model, spec, SAMPLE_TOKENS, multiple)
+    long, short = (_Passes(model, spec, SAMPLE_TOKENS, multiple, halves) for halves in (1, 2))
     # reductions are measured without sequence parallelism; the planner derives its collectives from them
     reduced = long
     if tp > 1:
-        plain = _build(spec, method, tp, False, one_block=True)
-        reduced = _Passes(plain, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS))
+        reduced = _Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
-    finish = {n: _Finish(model, _sample(spec, cell_tokens, n), multiple) for n in WORKSPACE_TOKENS}
-    large, smaller = finish[WORKSPACE_TOKENS[-1]], finish[WORKSPACE_TOKENS[-2]]
+    passes = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
+    large, smaller = passes[WORKSPACE_TOKENS[-1]], passes[WORKSPACE_TOKENS[-2]]
     # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to the workspace
-    kept_by_finish = (large.kept - smaller.kept) / (large.tokens - smaller.tokens)
+    kept_by_finish = (large.kept_by_finish - smaller.kept_by_finish) / (large.tokens - smaller.tokens)
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
-
-    def part(name: str, kept: float, reduced_bytes: int) -> PartSize:
-        return PartSize(counts[name][0], counts[name][1], kept, reduced_bytes / FLOAT32 / reduced.tokens)
-
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
+
+    def part(name: str, kept: float, window: Window) -> PartSize:
+        parameters, trained = counts[name]
+        return PartSize(parameters, trained, kept, window.reduced_bytes / FLOAT32 / reduced.tokens)
+
     return ModelSize(
         blocks=blocks,
-        begin=part("begin", long.kept_by_begin, reduced.begin.reduced_bytes),
-        block=part("blocks", long.kept_by_block, reduced.block.reduced_bytes),
-        finish=part("finish", kept_by_finish, reduced.finish.reduced_bytes),
+        begin=part("begin", long.kept_by_begin, reduced.begin),
+        block=part("blocks", long.kept_by_block, reduced.block),
+        finish=part("finish", kept_by_finish, reduced.finish),
         tied=PartSize(*counts["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         flops=_flops(model, blocks, long, short),
         width=long.width,
-        selective_per_token=_Passes(selective, _sample(spec, cell_tokens, SMALL_SAMPLE_TOKENS), multiple).kept_by_block,
+        selective_per_token=_Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
         working_per_token=long.working,
-        workspace=tuple((n, max(0.0, part.peak - kept_by_finish * part.tokens)) for n, part in finish.items()),
+        workspace=tuple((n, max(0.0, each.peak - kept_by_finish * each.tokens)) for n, each in passes.items()),
     )
 
 
-def _cell_tokens(spec: ModelSpec) -> int:
-    return min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS)
-
-
-def _long_and_short(model: Model, spec: ModelSpec, multiple: int) -> "tuple[_Passes, _Passes]":
-    """Measure a batch of cells of the usual length, and one of cells half as long."""
-    both = (n := _cell_tokens(spec), max(1, n // 2))
-    long, short = (_Passes(model, _sample(spec, n, SAMPLE_TOKENS), multiple) for n in both)
-    return long, short
-
-
 def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flops:
-    block, block_by_cell = _by_token_and_cell(long, short, "block")
-    finish, finish_by_cell = _by_token_and_cell(long, short, "finish")
+    def by_token_and_cell(part: str) -> tuple[float, float]:
+        """FLOPs per token, and per cell, from cells of two lengths. A chunked loss has all in its forward pass."""
+        flops, more = (getattr(passes, part).flops / passes.tokens for passes in (long, short))
+        if more <= (1 + PER_CELL_FRAC) * flops:  # random fractions (masks) differ by less
+            return flops, 0.0
+        per_cell = (more - flops) / (short.cells / short.tokens - long.cells / long.tokens)
+        return max(0.0, flops - per_cell * long.cells / long.tokens), per_cell
+
+    (block, block_by_cell), (finish, finish_by_cell) = map(by_token_and_cell, ("block", "finish"))
     pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
@@ -216,16 +211,9 @@ def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flop
     return Flops(blocks, begin, passes * block, finish, passes * block_by_cell, finish_by_cell, passes * pair)
 
 
-def _by_token_and_cell(long: "_Passes", short: "_Passes", part: str) -> tuple[float, float]:
-    """FLOPs of a part per token, and per cell, from cells of two lengths. A chunked loss's are all in its forward."""
-    flops, more = (getattr(passes, part).flops / passes.tokens for passes in (long, short))
-    if more <= (1 + PER_CELL_FRAC) * flops:  # random fractions (masks) differ by less
-        return flops, 0.0
-    per_cell = (more - flops) / (short.cells / short.tokens - long.cells / long.tokens)
-    return max(0.0, flops - per_cell * long.cells / long.tokens), per_cell
-
-
-def _build(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool, one_block: bool = False) -> Model:
+def _build(
+    spec: ModelSpec, method: Method, tp: int = 1, sequence_parallel: bool = False, one_block: bool = False
+) -> Model:
     """Build the model of one tensor-parallel rank, optionally with the first of its identical blocks alone."""
     model = build(spec, method.transform)
     if one_block:
@@ -283,12 +271,17 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
 
 
 class _Passes:
-    """Measurements of a forward and a backward pass, part by part."""
+    """Measurements of a forward and a backward pass of about `tokens` tokens, part by part."""
 
-    def __init__(self, model: Model, batch: Batch, multiple: int = 1) -> None:
-        prepared, self.tokens = _prepared(model, batch, multiple), int(batch.cu_seqlens[-1])
-        self.cells = len(batch.cu_seqlens) - 1
+    def __init__(self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1) -> None:
+        cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
+        batch = _sample(spec, cell_tokens, tokens)
+        self.tokens, self.cells = int(batch.cu_seqlens[-1]), len(batch.cu_seqlens) - 1
         self.pairs_per_token = float(np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens)
+        view = model.view(to_tensors(batch), seed=0, step=0)
+        view = padded(view, -(-len(view.genes) // multiple) * multiple)
+        # masks are drawn on the CPU, since their number is a shape
+        prepared = on_device(model.prepare(view, seed=0, step=0), META)
         with OperationMeter() as meter:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)
@@ -300,42 +293,24 @@ class _Passes:
             self.kept_by_block = self._per_token(self.block.live_bytes() - left.nbytes + x.nbytes)
             with meter.window() as backward:
                 left.backward(torch.empty_like(left))
-            self.working = self._per_token(backward.peak_bytes(_gradients(model)))
-            x = torch.empty_like(left, requires_grad=True)
-            with meter.window() as self.finish:
+            self.working = self._per_token(_peak_bytes(model, backward))
+        x = torch.empty_like(left, requires_grad=True)
+        with OperationMeter() as meter, meter.window() as self.finish:
+            with meter.window() as forward:
                 loss = model.finish(x, prepared)
-                (loss.sum() if loss.ndim else loss).backward()
+                loss = loss.sum() if loss.ndim else loss
+            with meter.window() as backward:
+                loss.backward()
+        above = forward.live_bytes() + _peak_bytes(model, backward)
+        self.kept_by_finish = (forward.live_bytes() + x.nbytes) / FLOAT32  # elements, as `peak`
+        self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
         model.zero_grad(set_to_none=True)
 
     def _per_token(self, n_bytes: int) -> float:
         return n_bytes / FLOAT32 / self.tokens
 
 
-class _Finish:
-    """Measurements of the part after the blocks, for a micro-batch of any size."""
-
-    def __init__(self, model: Model, batch: Batch, multiple: int = 1) -> None:
-        prepared, self.tokens = _prepared(model, batch, multiple), int(batch.cu_seqlens[-1])
-        x = torch.empty_like(model.begin(prepared), requires_grad=True)
-        with OperationMeter() as meter:
-            with meter.window() as forward:
-                loss = model.finish(x, prepared)
-                loss = loss.sum() if loss.ndim else loss
-            with meter.window() as backward:
-                loss.backward()
-        self.kept = (forward.live_bytes() + x.nbytes) / FLOAT32
-        above = forward.live_bytes() + backward.peak_bytes(_gradients(model))
-        self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
-        model.zero_grad(set_to_none=True)
-
-
-def _prepared(model: Model, batch: Batch, multiple: int) -> Any:
-    """The prepared batch on the meta device; masks are drawn on the CPU, since their number is a shape."""
-    view = model.view(to_tensors(batch), seed=0, step=0)
-    view = padded(view, -(-len(view.genes) // multiple) * multiple)
-    return on_device(model.prepare(view, seed=0, step=0), META)
-
-
-def _gradients(model: Model) -> frozenset[int]:
+def _peak_bytes(model: Model, backward: Window) -> int:
+    """Peak of a backward pass without the gradients of parameters."""
     gradients = (_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
-    return frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients)
+    return backward.peak_bytes(frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients))

@@ -16,11 +16,10 @@ from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
 from cellmill.planner import search
-from cellmill.planner.cost import amount, cost
+from cellmill.planner.cost import amount, cost, describe, table
 from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.inputs import open_corpus
 from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
-from cellmill.planner.table import describe, table
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
@@ -66,7 +65,7 @@ def plan(
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n)
     hardware = hardware_of(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    plan = describe(options, corpus, hardware, cost(options, corpus, hardware, known, memory)) | {
+    plan = describe(cost(options, corpus, hardware, known, memory), corpus, hardware) | {
         "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
         "cut_cells_frac": float((detected > kept).mean()),

@@ -1,15 +1,13 @@
 """Losses over all cells of a global batch, exact in every layout and however it is cut into micro-batches.
 
-Gradients are accumulated over micro-batches, so a loss that couples cells, such as a covariance or a contrast of each
-cell with all others, cannot be taken batch by batch. A step whose objective has `row_widths` therefore runs twice. A
-forward pass without gradients collects the objective's `rows`, vectors of cells, of all micro-batches and ranks in
-tables that every rank has. In the ordinary pass each micro-batch adds the product of its rows and their part of the
-gradient of the table's loss (`RowShare`): by the chain rule gradients of parameters add up to those of the whole batch
-at once. Dropout is keyed: both passes have the same rows.
+A loss that couples cells, such as a covariance or a contrast of each cell with all others, cannot be taken batch by
+batch. A step whose objective has `row_widths` therefore runs twice. A forward pass without gradients collects the
+objective's `rows`, vectors of cells, of all micro-batches and ranks in tables that every rank has. In the ordinary pass
+each micro-batch adds the product of its rows and their part of the gradient of the table's loss (`RowShare`): by the
+chain rule gradients of parameters add up to those of the whole batch. Dropout is keyed: both passes have the same rows.
 
-Each rank has global_batch / dp_world slots, as many as it can have cells; those that are left are rows of zeros. Cost:
-a forward pass without the objective's heads, and one all-reduce of global_batch * width float32 per table (16 MB for
-4096 cells and two vectors of width 512), which the plan leaves out.
+Each rank has global_batch / dp_world slots; those without a cell are rows of zeros. Cost: a forward pass without the
+objective's heads, and one all-reduce of global_batch * width float32 per table, which the plan leaves out.
 """
 
 from collections.abc import Sequence
@@ -28,21 +26,30 @@ Rows = tuple[torch.Tensor, ...]  # rows of a micro-batch in each table
 
 
 def with_shares(
-    model: Model | PipelineStages,
-    parallel_model: StepModel,
-    prepared: list[Any],
-    mesh: Mesh,
-    global_batch: int,
+    model: Model | PipelineStages, parallel_model: StepModel, mesh: Mesh, global_batch: int, prepared: list[Any]
 ) -> list[Any]:
     """Return a step's micro-batches with their `shares`, if the objective has rows. Collective: every rank."""
     objective = model.objective
     if not objective.row_widths:
         return prepared
-    kept = _kept_rows(model, parallel_model, prepared)
-    slots = global_batch // mesh.dp_world
-    tables = [
-        _gathered([rows[at] for rows in kept], width, slots, mesh) for at, width in enumerate(objective.row_widths)
-    ]
+    last, kept, slots = last_part(model), list[Rows](), global_batch // mesh.dp_world
+    if last is not None:
+        last.kept_rows = kept
+    try:
+        parallel_model.loss(prepared)
+    finally:
+        if last is not None:
+            last.kept_rows = None
+    assert last is None or len(kept) == len(prepared), f"{type(last).__name__}.finish keeps no rows for its objective"
+    tables = []
+    for at, width in enumerate(objective.row_widths):
+        table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
+        if kept:
+            rows = torch.cat([of_batch[at] for of_batch in kept])
+            assert len(rows) <= slots, f"{len(rows)} rows for {slots} cells"
+            # the last pipeline stage alone has rows, and `Mesh.sum` divides by the number of stages
+            table[mesh.dp_rank * slots :][: len(rows)] = rows.float() * mesh.pp.size()
+        tables.append(mesh.sum(table))
     if not kept:
         return prepared  # not the last pipeline stage, which alone computes the loss
     shares = shares_of(objective, tables, kept, mesh.dp_rank * slots)
@@ -64,29 +71,3 @@ def shares_of(
         own = gradient[first : first + sum(sizes)].split(sizes)
         parts.append([RowShare(per_row * len(part), part) for part in own])
     return list(zip(*parts))
-
-
-def _kept_rows(model: Model | PipelineStages, parallel_model: StepModel, prepared: list[Any]) -> list[Rows]:
-    last = last_part(model)
-    kept: list[Rows] = []
-    if last is not None:
-        last.kept_rows = kept
-    try:
-        parallel_model.loss(prepared)
-    finally:
-        if last is not None:
-            last.kept_rows = None
-    if last is not None and len(kept) != len(prepared):
-        raise TypeError(f"{type(last).__name__}.finish keeps no rows, which its objective needs")
-    return kept
-
-
-def _gathered(own: list[torch.Tensor], width: int, slots: int, mesh: Mesh) -> torch.Tensor:
-    """(slots * dp_world, width) float32: rows of all ranks, each in its slots. Collective: every rank."""
-    table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
-    if own:
-        rows = torch.cat(own)
-        assert len(rows) <= slots, f"{len(rows)} rows for {slots} cells"
-        # the last pipeline stage alone has rows, and `Mesh.sum` divides by the number of stages
-        table[mesh.dp_rank * slots :][: len(rows)] = rows.float() * mesh.pp.size()
-    return mesh.sum(table)

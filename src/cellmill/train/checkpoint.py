@@ -7,12 +7,13 @@ a rank picks the parts that overlap its own.
 """
 
 import json
-import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -46,16 +47,6 @@ from cellmill.train.optimizer import WeightAverage, state_of
 INDEX = "index.json"
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Position of a part of a tensor, with the attributes that DCP's reader expects."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
 def write_index(folder: Path, metadata: Metadata) -> None:
     """Write the index of the tensors in `metadata` beside DCP's own."""
     files: dict[str, int] = {}
@@ -76,8 +67,7 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
 
 
-def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
-    """Return the index as DCP has it, of what `tensors` (None: all) need on this rank. Raises DataError."""
+def _read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
     path = folder / INDEX
     if not path.exists():
         raise DataError(f"{folder}: no {INDEX}; expected a checkpoint of this version, train the run again")
@@ -87,9 +77,9 @@ def read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
         files = [str(name) for name in value["files"]]
         if wrong := [name for name in files if Path(name).name != name]:
             raise ValueError(f"{wrong[0]!r} is elsewhere")
-        for name, of in value["tensors"].items():
+        for name, entry in value["tensors"].items():
             if wanted is None or name in wanted:
-                _add(metadata, name, of, files, None if wanted is None else wanted[name])
+                _add(metadata, name, entry, files, None if wanted is None else wanted[name])
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"{path}: not a checkpoint's index ({in_one_line(error)}); nothing was loaded") from None
     return metadata
@@ -107,13 +97,16 @@ def _add(metadata: Metadata, name: str, entry: dict[str, Any], files: list[str],
             overlaps |= ((offsets < np.add(part.offsets, part.sizes)) & (offsets + sizes > part.offsets)).all(1)
     elif tensor is not None:
         overlaps = ((offsets < tensor.shape) & (offsets + sizes > 0)).all(1)
-    parts = []
+    parts, size = [], torch.Size(entry["size"])
     for row in np.flatnonzero(overlaps).tolist():
         offset = torch.Size(offsets[row].tolist())
         parts.append(ChunkStorageMetadata(offset, torch.Size(sizes[row].tolist())))
-        stored = Stored(files[entry["file"][row]], int(entry["start"][row]), int(entry["bytes"][row]))
-        metadata.storage_data[MetadataIndex(name, offset)] = stored
-    size = torch.Size(entry["size"])
+        metadata.storage_data[MetadataIndex(name, offset)] = SimpleNamespace(  # the attributes that DCP's reader reads
+            relative_path=files[entry["file"][row]],
+            offset=int(entry["start"][row]),
+            length=int(entry["bytes"][row]),
+            transform_descriptors=None,
+        )
     metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, parts)
 
 
@@ -126,28 +119,22 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of a checkpoint folder that reads its index, once, in place of DCP's pickled metadata (`read_index`)."""
-
-    _metadata: Metadata | None = None
+    """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank, by the index in place of DCP's
+    pickled metadata. Raises DataError if the index is missing or damaged.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Any] | None = None) -> None:
         super().__init__(path)
-        self._tensors = tensors
+        self._metadata = _read_index(path, tensors)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's index. Raises DataError if it is missing or damaged."""
-        if self._metadata is None:
-            self._metadata = read_index(Path(self.path), self._tensors)
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
 
 def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
     """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication. Raises DataError."""
     reader = CheckpointReader(path, tensors)
-    reader.read_metadata()  # its error is clearer than DCP's
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is intended
@@ -156,8 +143,13 @@ def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
         raise DataError(f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged") from error
 
 
-class _DigestingWriter(dcp.FileSystemWriter):
-    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0 writes the index."""
+class _Writer(dcp.FileSystemWriter):
+    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0 writes the index,
+    when all ranks have written, and calls `finished`."""
+
+    def __init__(self, path: Path, finished: Callable[[], None]) -> None:
+        super().__init__(path, sync_files=True, per_thread_copy_ahead=0)  # the tensors are on the CPU already
+        self._finished = finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
@@ -170,6 +162,7 @@ class _DigestingWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         write_index(Path(self.path), replace(metadata, storage_data=stored))  # torch before 2.12 leaves it as it is
+        self._finished()
 
 
 class Checkpoints:
@@ -184,8 +177,6 @@ class Checkpoints:
         # the copy's memory is reused for the whole run: allocating it anew was most of the stall of a save
         self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
-        self._finishing: threading.Thread | None = None
-        self._error: BaseException | None = None
         self.saved_step: int | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]) -> None:
@@ -203,25 +194,9 @@ class Checkpoints:
             # torch would pin it, which needs an accelerator
             copies = {part: {k: tensor.clone() for k, tensor in own.items()} for part, own in tensors.items()}
             self._staging.state_dict_cache = copies
-        saving = dcp.async_save(
-            tensors,
-            # the tensors are on the CPU already
-            storage_writer=_DigestingWriter(path, sync_files=True, per_thread_copy_ahead=0),
-            process_group=self._group,
-            async_stager=self._staging,
-        )
+        writer = _Writer(path, partial(self.folder.finish, path, self.keep, self.keep_steps))
+        saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._staging)
         self._writing = cast(Future[Any], saving)  # other stagers return two futures
-
-        def finish() -> None:
-            try:
-                saving.result()  # type: ignore[union-attr]
-                self.folder.finish(path, self.keep, self.keep_steps)
-            except BaseException as error:  # raised later by the main thread
-                self._error = self._error or error
-
-        if dist.get_rank() == 0:
-            self._finishing = threading.Thread(target=finish, name="checkpoint")
-            self._finishing.start()
         self.saved_step = step
 
     def newest_whole(self) -> tuple[Checkpoint | None, list[str]]:
@@ -239,30 +214,22 @@ class Checkpoints:
         return gather_json(value, torch.device("cpu"), self._group)
 
     def is_writing(self) -> bool:
-        """Return whether this rank is writing, or rank 0 is finishing a checkpoint. No communication."""
-        writing, finishing = self._writing, self._finishing
-        return (writing is not None and not writing.done()) or (finishing is not None and finishing.is_alive())
+        """Return whether a checkpoint is being written. No communication."""
+        return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises DataError if a save failed."""
         if self._writing is not None:
-            try:
-                self._writing.result()
-            except BaseException as error:  # DCP wraps every rank's failure in its own BaseException
-                self._error = self._error or error
-        if self._finishing is not None:
-            self._finishing.join()
-        self._writing = self._finishing = None
+            self._writing.exception()
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise DataError when a background save has failed. Called each step: no communication."""
-        if self._error is not None:
-            reason = _reason(self._error)
+        """Raise DataError when a background save has failed on any rank. Called each step: no communication."""
+        if self._writing is not None and self._writing.done() and (error := self._writing.exception()) is not None:
             raise DataError(
                 f"{self.folder.checkpoint_folder}: the checkpoint of step {self.saved_step} could not be written "
-                f"({reason}); earlier ones are intact: free some space and run the same command again"
-            ) from self._error
+                f"({_reason(error)}); earlier ones are intact: free some space and run the same command again"
+            ) from error
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""

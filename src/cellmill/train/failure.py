@@ -46,7 +46,12 @@ def error_line(error: BaseException, folder: Path) -> str | None:
     if isinstance(error, MemoryError) and _collective(error):  # std::bad_alloc of a backend that read garbage
         return _process_group_line(error)
     if is_out_of_memory(error):
-        return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {_advice(error, folder)}"
+        traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        world, local_world = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        advice = ask(folder / "run.json", world, local_world, device)
+        advice = advice or "lower train.token_budget, or set parallel.activation_checkpointing to full"
+        return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {advice}"
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
     if _is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
@@ -61,11 +66,8 @@ def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
         _leave_line(error_file, line)
     elif _is_lost_device(error):  # the cause of what other ranks may have written before
         first = str(error).partition("\n")[0][:200]  # CUDA's advice on debugging follows
-        _leave_line(
-            connection,
-            f"{_who()}: its GPU {os.environ.get('LOCAL_RANK', '?')} failed ({first}); if it happens again on this "
-            "node, leave it out (sbatch_options: exclude=NODE in the profile)",
-        )
+        failed = f"its GPU {os.environ.get('LOCAL_RANK', '?')} failed ({first}); if it happens again on this node"
+        _leave_line(connection, f"{_who()}: {failed}, leave it out (sbatch_options: exclude=NODE in the profile)")
     elif not connection.exists():
         _leave_line(connection, _process_group_line(error))
 
@@ -84,8 +86,7 @@ def trace_file() -> Iterator[TextIO]:
 
 
 def _trace_name() -> str:
-    given = os.environ.get(NODE_LOG)
-    return f"{Path(given).name} beside the job's log" if given else "the log"
+    return f"{Path(given).name} beside the job's log" if (given := os.environ.get(NODE_LOG)) else "the log"
 
 
 def give_up(error_file: Path, line: str) -> None:
@@ -126,13 +127,6 @@ def _who() -> str:
     return f"rank {os.environ.get('RANK', '?')} on {node_name()}"
 
 
-def _advice(error: BaseException, folder: Path) -> str:
-    traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    line = ask(folder / "run.json", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), device)
-    return line or "lower train.token_budget, or set parallel.activation_checkpointing to full"
-
-
 START_FACTOR = 5  # longer timeout before the first steps are done: weights, compilation, cold files
 JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
 TICKS = 20  # of the thread within timeout_s
@@ -153,22 +147,19 @@ class Position:
 class HangWatch:
     """Position of this rank, watched from `start` on."""
 
+    _thread: threading.Thread
+
     def __init__(self) -> None:
         self.passed, self.what, self.warm = 0, "joining the process group", False
-        self._has_joined = False
         self.saving: Callable[[], bool] = lambda: False
         """Whether this rank is writing a checkpoint: others may wait for it longer than `timeout_s`."""
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def at(self, what: str) -> None:
-        """Note that this rank has reached `what`: a collective, or the work before one. Every rank, in one order."""
+        """Note that this rank has reached `what`: a collective, or the work before one. Every rank, in one order, first
+        when it has joined."""
         self.what = what
         self.passed += 1
-
-    def joined(self) -> None:
-        self._has_joined = True
-        self.at("the start")
 
     def start(self, timeout_s: float, end: Callable[[str], None]) -> None:
         """Start the thread; it calls `end` with a line that names the hung rank. Needs torchrun, and no group yet."""
@@ -182,18 +173,16 @@ class HangWatch:
 
     def close(self) -> None:
         self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(
         self, agent: dist.Store, rank: int, world: int, local_world: int, timeout_s: float, end: Callable[[str], None]
     ) -> None:
-        store, host = dist.PrefixStore("watch", agent), node_name()
+        store, host, keys = dist.PrefixStore("watch", agent), node_name(), [str(other) for other in range(world)]
         passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
 
         def positions() -> list[Position | None]:
-            keys = [str(rank) for rank in range(world)]
             return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
         try:
@@ -204,9 +193,9 @@ class HangWatch:
                 stalled = stalled + 1 if mine.passed == passed else 0
                 passed = mine.passed
                 limit, source = TICKS, "train.timeout_s"
-                if not self._has_joined and timeout_s < JOIN_S:
+                if not mine.passed and timeout_s < JOIN_S:
                     limit, source = round(TICKS * JOIN_S / timeout_s), "the least time to join"
-                elif self._has_joined and not self.warm:
+                elif mine.passed and not self.warm:
                     limit, source = TICKS * START_FACTOR, f"{START_FACTOR} x train.timeout_s until the first steps"
                 if stalled == limit // 2:
                     earlier = positions()
@@ -219,8 +208,8 @@ class HangWatch:
                         with trace_file() as file:
                             faulthandler.dump_traceback(file)
                     silent = [other for other, position in enumerate(now) if position is None][:8]
-                    keys = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
-                    hosts = {other: agent.get(key).decode() for other, key in keys.items() if agent.check([key])}
+                    named = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
+                    hosts = {other: agent.get(key).decode() for other, key in named.items() if agent.check([key])}
                     end(hang_line(earlier, now, f"{timeout_s * limit / TICKS:g} s ({source})", hosts))
                     return
         except dist.DistError:  # the agent is gone, and is ending this process
@@ -248,9 +237,8 @@ def hang_line(
         return f"all ranks have waited {waited} at {furthest.what} and none is behind: check the network between them"
     node = known[hung[0]].host if hung[0] in known else (hosts or {}).get(hung[0])
     who = f"rank {hung[0]}" + (f" on {node}" if node else "")
-    do, be = "does", "is"
     if others := hung[1:]:
         who += f" and {len(others)} more (ranks {', '.join(map(str, others[:8]))}{', …' if len(others) > 8 else ''})"
-        do, be = "do", "are"
+    do, be = ("do", "are") if others else ("does", "is")
     state = f"{do} not respond" if silent else f"{be} stuck at {hindmost.what}"
     return f"{who} {state}; the other ranks have waited {waited} at {furthest.what}"

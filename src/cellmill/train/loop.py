@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.files import write_json
-from cellmill.finetune.method import group_rates, load_method, rates_line
+from cellmill.finetune.method import group_rates, load_method
 from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
+from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, gather_json
 from cellmill.parallel.stages import PipelineStages
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
@@ -44,10 +45,10 @@ from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.failure import HangWatch
-from cellmill.train.optimizer import Unfreezing, WeightAverage, build_optimizer
-from cellmill.train.step_guard import AsyncScalars, LossScale, Suspects, name_cells, step_if, to_device
+from cellmill.train.optimizer import WeightAverage, build_optimizer
+from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
-from cellmill.train.validation import VAL_LOSS, EmbeddingMonitor, ObjectiveMonitor, Progress, check_best_metric
+from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
 
 
 class LossParts:
@@ -68,10 +69,6 @@ class LossParts:
     def total(self, losses: torch.Tensor) -> torch.Tensor:
         return (losses * self.weights).sum()
 
-    def logged(self, losses: torch.Tensor) -> torch.Tensor:
-        """(parts,): the losses to log beside their total; empty for one loss."""
-        return losses.reshape(-1)[: len(self.names)]
-
     def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
         """Return the unweighted loss of each part, under `prefix` and its name, for metrics.jsonl."""
         return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
@@ -86,15 +83,13 @@ VALIDATION = -1  # the step that keys the masks of validation: the same each tim
 
 @dataclass
 class StepReport:
-    """Global scalars of a step, being copied from the device.
-
-    `scalars` are [gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks
-    that got a stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the
-    losses of an objective's parts, in a logged step `local_readings`, and the targets of each part.
-    """
+    """A step whose global scalars are being copied from the device."""
 
     step: int
     scalars: AsyncScalars
+    """[Gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks that got a
+    stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the losses of an
+    objective's parts, in a logged step `local_readings`, and the targets of each part."""
     lr: float
     waited_s: float
     ended: float  # time of its last call, so that rates do not depend on when the report is read
@@ -137,17 +132,16 @@ class Trainer:
             # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
             step_model = importlib.import_module("cellmill.parallel.pipeline").PipelineModel
         self.parallel_model = step_model(model, options.parallel, mesh)
+        self._with_shares = partial(with_shares, model, self.parallel_model, mesh, train.global_batch)
         self.optimizer = build_optimizer(model, train, options.parallel.cpu_offload, method.group)
-        self.unfreezing = Unfreezing(model, method.first_step)
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.first_steps = {name: method.first_step(plain_name(name)) for name in trained}
         self.average = None if train.ema_decay is None else WeightAverage(model, train.ema_decay)
         self.checkpoints = Checkpoints(folder, train.keep_checkpoints, self.average, train.keep_steps)
         watch.saving = self.checkpoints.is_writing
         peak = peak_flops(torch.cuda.get_device_name(device), options.parallel) if device.type == "cuda" else None
         self.meter = Meter(peak, dist.get_world_size())
-        self.profile: StepProfile | None = None
-        if train.profile_steps is not None:
-            first, last = train.profile_steps
-            self.profile = StepProfile(folder.path / "profile", first, last, dist.get_rank(), device)
+        self.profile = StepProfile(folder.path / "profile", train.profile_steps, dist.get_rank(), device)
         self.loss_parts = LossParts(model.objective, device)
         self.progress = Progress()
         self.trackers: list[Tracker] = []
@@ -163,28 +157,24 @@ class Trainer:
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
             self.progress = Progress(**checkpoint.state()["progress"])
-        epoch, step = divmod(self.progress.step, self.train_stream.steps_per_epoch)
-        self.train_stream.load_state_dict(self.train_stream.state_dict() | {"epoch": epoch, "step": step})
+        epoch, in_epoch = divmod(step := self.progress.step, self.train_stream.steps_per_epoch)
+        self.train_stream.load_state_dict(self.train_stream.state_dict() | {"epoch": epoch, "step": in_epoch})
         if dist.get_rank() == 0:
-            cut_back(self.folder.metrics, self.progress.step)
-            began = f"going on from step {self.progress.step}" if self.progress.step else "starting at step 0"
-            print(began, flush=True)
+            cut_back(self.folder.metrics, step)
+            print(f"going on from step {step}" if step else "starting at step 0", flush=True)
         dist.barrier()
 
     def write_state(self, name: str) -> None:
         """Write state.json on rank 0, and status.json when the run is done."""
         if dist.get_rank() == 0:
             value = status(name, {"progress": vars(self.progress), **self.saved_with})
-            write_json(self.folder.path / "state.json", value)
-            if name == "done":
-                write_json(self.folder.path / "status.json", value)
+            for file in ("state.json", "status.json") if name == "done" else ("state.json",):
+                write_json(self.folder.path / file, value)
 
     def close(self) -> None:
-        if self.profile is not None:
-            self.profile.close()
-        for stream in (self.train_stream, self.val_stream):
-            if stream is not None:
-                stream.close()
+        for part in (self.profile, self.train_stream, self.val_stream):
+            if part is not None:
+                part.close()
 
     def run(self) -> bool:
         """Train to the last step, or until patience is over; False when a signal stopped it. Both save the state."""
@@ -196,15 +186,14 @@ class Trainer:
         batches = iter(self.train_stream)
         pending: StepReport | None = None
         while self.progress.step < self.steps and not self.progress.patience_is_over(self.train):
-            with nullcontext() if self.profile is None else self.profile.of(self.progress.step + 1):
+            with self.profile.of(self.progress.step + 1):
                 report = self._step(batches)
             self.checkpoints.raise_if_failed()
             stop = due = False
             if pending is not None:
                 stop, due = self._read(pending)
                 self.watch.warm = True
-            pending = report
-            step = self.progress.step
+            pending, step = report, self.progress.step
             boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
             if stop or due or boundary or step == self.steps:
                 self._read(pending)
@@ -232,13 +221,17 @@ class Trainer:
             targets = counted.clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
-            prepared = with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
+            prepared = self._with_shares(prepared)
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
             losses = self.parallel_model.forward_backward(prepared, targets, factor)
             loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)
-            self.unfreezing.drop_gradients(self.model, step)
+            if step < max(self.first_steps.values(), default=0):
+                # what trains later is not frozen: ddp and FSDP2 record at the start what requires a gradient
+                for name, parameter in self.model.named_parameters():
+                    if self.first_steps.get(name, 0) > step:
+                        parameter.grad = None
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
@@ -249,7 +242,8 @@ class Trainer:
             local = [self.stop.received is not None, due, len(lengths), sum(lengths), flops]
             readings = local_readings(self.mesh) if self._is_logged(step + 1) else np.empty(0)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
-            numbers = [checked, to_device(local, self.device), self.loss_parts.logged(losses)]
+            n_parts = len(self.loss_parts.names)  # 0 for one loss
+            numbers = [checked, to_device(local, self.device), losses.reshape(-1)[:n_parts]]
             values = self.mesh.sum(torch.cat([*numbers, to_device(readings, self.device)]))
         with record_function("optimizer"):
             applied = values[0].isfinite() & (values[1] == 0)
@@ -292,22 +286,20 @@ class Trainer:
 
     def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
-        norm, scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
+        norm, loss_scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
         n_losses, n_parts = len(self.loss_parts.names), max(len(self.loss_parts.names), 1)
         losses, readings, targets = rest[:n_losses], rest[n_losses:-n_parts], rest[-n_parts:]
-        scaled = {"loss_scale": scale} if self._scale is not None else {}
+        scaled = {"loss_scale": loss_scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
-        self.meter.cells += round(cells)
-        self.meter.tokens += round(tokens)
-        self.meter.flops += flops
-        self.meter.waited_s += report.waited_s
+        self.meter.add(round(cells), round(tokens), flops, report.waited_s)
         if bad_norms or not math.isfinite(loss):
             self._skipped(report, loss, norm, scaled)
             return stop > 0, due > 0
         self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
         if self._is_logged(report.step):
             line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
-            line |= rates_line(self.rates, report.lr, report.step - 1)
+            for label, (scale, first_step) in self.rates.items():  # 0 for what does not train yet
+                line[f"lr_{label}"] = report.lr * scale * (report.step > first_step)
             line |= self.loss_parts.line("loss", losses) | self.loss_parts.labelled(targets, cells)
             line |= {"skipped_steps": self.progress.skipped_steps} | scaled
             line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
@@ -324,13 +316,12 @@ class Trainer:
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
-        finite = math.isfinite(report.local_loss.item())
-        mine = Suspects(self.mesh.dp_rank, finite, np.concatenate(report.cells).tolist())
+        cells = np.concatenate(report.cells).tolist()
+        suspects = name_cells(self.mesh, math.isfinite(report.local_loss.item()), cells, self.train_stream.names)
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
-            "train.warmup_steps; earlier checkpoints are intact; "
-            f"{name_cells(mine, self.device, self.train_stream.names)}"
+            f"train.warmup_steps; earlier checkpoints are intact; {suspects}"
         )
 
     def _pause(self, save: bool, validate: bool) -> None:
@@ -360,10 +351,20 @@ class Trainer:
     def _validate(self, stream: CellStream | None) -> bool:
         """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
         assert stream is not None
-        monitor = EmbeddingMonitor(self.model, stream.levels, self.batch_column)
-        objective = ObjectiveMonitor(self.model)
-        with nullcontext() if self.average is None else self.average.in_model(), objective.watching():
-            totals = self._validation_sums(stream, monitor)
+        monitor = Monitor(self.model, stream.levels, self.batch_column)
+        totals: Any = 0  # this rank's losses and targets, (2,) or (2, parts)
+        self.parallel_model.eval()
+        with nullcontext() if self.average is None else self.average.in_model():
+            for micro_batches in stream:
+                self.watch.at(f"the validation after step {self.progress.step}")
+                batches = [to_tensors(batch) for batch in micro_batches]
+                prepared = self._prepare(batches, VALIDATION)
+                if self.model.objective.validates_rows:
+                    prepared = self._with_shares(prepared)
+                with monitor.watching(batches):
+                    loss_sum = self.parallel_model.loss(prepared)
+                totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
+        self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.targets(targets)
         loss, self.progress.val_step = self.loss_parts.total(losses).item(), self.progress.step
@@ -373,40 +374,29 @@ class Trainer:
             return False
         self.progress.val_loss = loss
         parts = self.loss_parts.line("val_loss", losses.reshape(-1).tolist())
-        line = {VAL_LOSS: loss} | parts | objective.line(self.mesh) | monitor.line(self.mesh)
+        line = {VAL_LOSS: loss} | parts | monitor.line(self.mesh)
         self._log({"step": self.progress.step} | line)
         return self._is_best(line)
 
     def _is_best(self, line: dict[str, float]) -> bool:
         """Return whether a validation is the best; say so where the run ends by it. Collective: every rank."""
-        metric, train, progress = self.train.best_metric, self.train, self.progress
+        metric, train, progress, first = self.train.best_metric, self.train, self.progress, dist.get_rank() == 0
         value = line.get(metric)
         if metric != VAL_LOSS:  # each rank computes eigenvalues of its own: all take rank 0's
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
-            if dist.get_rank() == 0:
+            if first:
                 print(f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)", flush=True)
             return False
         best = progress.judge(value, train)
-        if progress.patience_is_over(train) and dist.get_rank() == 0:
-            print(progress.early_end(metric), flush=True)
+        if first and progress.patience_is_over(train):
+            print(
+                f"step {progress.step}: {metric} has not improved in {progress.stale_validations} validations (best "
+                f"{progress.best_value:.6g} at step {progress.best_step}); the training ends here "
+                "(train.early_stop_patience)",
+                flush=True,
+            )
         return best
-
-    def _validation_sums(self, stream: CellStream, monitor: EmbeddingMonitor) -> torch.Tensor:
-        """Return this rank's sums of losses, then of targets, over validation cells: (2,) or (2, parts)."""
-        self.parallel_model.eval()
-        totals: Any = 0
-        for micro_batches in stream:
-            self.watch.at(f"the validation after step {self.progress.step}")
-            batches = [to_tensors(batch) for batch in micro_batches]
-            prepared = self._prepare(batches, VALIDATION)
-            if self.model.objective.validates_rows:
-                prepared = with_shares(self.model, self.parallel_model, prepared, self.mesh, self.train.global_batch)
-            with monitor.watching(batches):
-                loss_sum = self.parallel_model.loss(prepared)
-            totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
-        self.parallel_model.train()
-        return cast(torch.Tensor, totals)
 
     def _log(self, line: dict[str, Any]) -> None:
         scalars = {name: value for name, value in line.items() if name != "step"}

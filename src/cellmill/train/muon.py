@@ -13,12 +13,10 @@ for LLM training), section 2.2.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from cellmill.config.run import Train
 from cellmill.parallel.mesh import local_of, mesh_of
@@ -30,7 +28,7 @@ STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that moves every singular value towards 1
 EPS = 1e-7
 
-Block = tuple[int, int, int, int]  # first row, last row + 1, first column, last column + 1 of a rank's shard
+Block = Sequence[int]  # first row, last row + 1, first column, last column + 1 of a rank's shard
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
@@ -54,14 +52,26 @@ def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     return chosen
 
 
-@dataclass
 class _Shared:
-    """Matrices that the same ranks share in the same way."""
+    """Matrices of a group, which the same ranks share in the same way. Collective: every rank that shares them."""
 
-    matrices: list[torch.Tensor] = field(default_factory=list)
-    group: dist.ProcessGroup | None = None  # ranks with different shards; None where this rank has whole matrices
-    owner: list[int] = field(default_factory=list)
-    blocks: list[list[Block]] = field(default_factory=list)  # by matrix, then by rank
+    def __init__(self, matrices: list[torch.Tensor]) -> None:
+        self.matrices, mesh = matrices, mesh_of(matrices[0])
+        self.group: dist.ProcessGroup | None = None  # ranks with different shards; None if this one has whole matrices
+        if mesh is None:
+            return
+        cut = {dim for matrix in matrices for dim, at in enumerate(matrix.placements) if not at.is_replicate()}  # type: ignore[attr-defined]
+        axes = [name for dim, name in enumerate(mesh.mesh_dim_names or ()) if dim in cut and mesh.size(dim) > 1]
+        if not axes:
+            return
+        # the same name as in `build_mesh`, where every rank made it
+        self.group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
+        ranks = dist.get_world_size(self.group)
+        own = torch.tensor([_block(matrix) for matrix in matrices], device=local_of(matrices[0]).device)
+        everyone = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(everyone, own, group=self.group)
+        self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()  # by matrix, then by rank
+        self.owner = owners([(matrix.shape[0], matrix.shape[1]) for matrix in matrices], ranks)
 
     def orthogonalised(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
@@ -97,63 +107,40 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
-        self._shared = [_share(group["params"]) for group in self.param_groups if group.get("matrices")]
+        self._shared = [_Shared(group["params"]) for group in self.param_groups if group.get("matrices")]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
         every = self.param_groups
-        for group, shared in zip((group for group in every if group.get("matrices")), self._shared):
-            self._step_matrices(group, shared)
+        matrices = [group for group in every if group.get("matrices")]
+        for group, shared in zip(matrices, self._shared):
+            nesterov, moments = [], []
+            for matrix in shared.matrices:
+                state = self.state[matrix]
+                if not state:
+                    state["momentum"] = torch.zeros_like(matrix)
+                gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
+                moments.append(MOMENTUM * local_of(state["momentum"]) + local_of(gradient))
+                nesterov.append(MOMENTUM * moments[-1] + local_of(gradient))
+            updates, skipped = shared.orthogonalised(nesterov), self.found_inf
+            for matrix, moment, update in zip(shared.matrices, moments, updates):
+                if matrix.grad is None:  # as AdamW: it does not train in this step
+                    continue
+                own, kept = local_of(matrix), local_of(self.state[matrix]["momentum"])
+                scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
+                stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
+                own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))
+                kept.copy_(moment if skipped is None else torch.where(skipped > 0, kept, moment))
         self.param_groups = [group for group in every if not group.get("matrices")]
         try:
             super().step()
         finally:
             self.param_groups = every
 
-    def _step_matrices(self, group: dict[str, Any], shared: _Shared) -> None:
-        nesterov, moments = [], []
-        for matrix in shared.matrices:
-            state = self.state[matrix]
-            if not state:
-                state["momentum"] = torch.zeros_like(matrix)
-            gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
-            moments.append(MOMENTUM * local_of(state["momentum"]) + local_of(gradient))
-            nesterov.append(MOMENTUM * moments[-1] + local_of(gradient))
-        updates, skipped = shared.orthogonalised(nesterov), self.found_inf
-        for matrix, moment, update in zip(shared.matrices, moments, updates):
-            if matrix.grad is None:  # as AdamW: it does not train in this step
-                continue
-            own, kept = local_of(matrix), local_of(self.state[matrix]["momentum"])
-            scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
-            stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
-            own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))
-            kept.copy_(moment if skipped is None else torch.where(skipped > 0, kept, moment))
 
-
-def _share(matrices: list[torch.Tensor]) -> _Shared:
-    """Return the matrices of a group with their owners. Collective: every rank that shares them."""
-    mesh = mesh_of(matrices[0])
-    if mesh is None:
-        return _Shared(matrices)
-    cut = {dim for matrix in matrices for dim, at in enumerate(matrix.placements) if not at.is_replicate()}  # type: ignore[attr-defined]
-    axes = [name for dim, name in enumerate(mesh.mesh_dim_names or ()) if dim in cut and mesh.size(dim) > 1]
-    if not axes:
-        return _Shared(matrices)
-    # the same name as in `build_mesh`, where every rank made it
-    group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
-    ranks = dist.get_world_size(group)
-    own = torch.tensor([_block(matrix) for matrix in matrices], device=local_of(matrices[0]).device)
-    everyone = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(everyone, own, group=group)
-    blocks = torch.stack(everyone, 1).tolist()
-    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
-    return _Shared(matrices, group, owners(shapes, ranks), [[tuple(block) for block in row] for row in blocks])
-
-
-def _block(matrix: torch.Tensor) -> Block:
+def _block(matrix: Any) -> Block:
     """This rank's part of a sharded matrix, as a checkpoint stores it. No communication."""
-    assert isinstance(matrix, DTensor)
     [part] = matrix.__create_chunk_list__()
     (row, column), (rows, columns) = part.offsets, part.sizes
     return row, row + rows, column, column + columns

@@ -1,9 +1,6 @@
-"""Parameter groups of the optimizer, gradual unfreezing, and the exponential moving average of the weights.
+"""Parameter groups of the optimizer, AdamW and its offloaded form, and the exponential moving average of the weights.
 
 Weight decay applies only to the matrices of linear layers. The type of a parameter's module decides, never its name.
-
-Parameters that begin to train later have their gradients dropped until then, not frozen: DistributedDataParallel and
-FSDP2 record at the start what requires a gradient. Without a gradient the optimizer leaves a parameter unchanged.
 
 The average replaces the weights in validation and exports. After each step, average = d * average + (1 - d) * weights,
 d = min(ema_decay, (1 + t) / (10 + t)) after t earlier steps, so the first weights are forgotten soon. A skipped step
@@ -13,10 +10,12 @@ layout. Source: Polyak & Juditsky 1992; the warm-up is TensorFlow's ExponentialM
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw as adamw_step
 
 from cellmill.config.plugin import import_object
 from cellmill.config.run import Train
@@ -26,7 +25,13 @@ from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import local_of, mesh_of
 from cellmill.parallel.stages import any_part
-from cellmill.parallel.torch_private import move_all
+from cellmill.parallel.torch_private import move_all, version_of
+from cellmill.train.step_guard import AsyncScalars
+
+
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that decay: weights of linear layers."""
+    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if is_linear(module)}
 
 
 def adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
@@ -78,33 +83,12 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
     return state
 
 
-def decayed_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that decay: weights of linear layers."""
-    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if is_linear(module)}
-
-
-class Unfreezing:
-    """First steps, from 0, of the parameters that a rank holds: `Method.first_step` of their plain names."""
-
-    def __init__(self, model: nn.Module, first_step: Callable[[str], int]) -> None:
-        steps = {name: first_step(plain_name(name)) for name, p in model.named_parameters() if p.requires_grad}
-        self.later = {name: step for name, step in steps.items() if step > 0}
-
-    def drop_gradients(self, model: nn.Module, step: int) -> None:
-        """Drop gradients of what does not train yet in step `step`, from 0. No communication."""
-        if step >= max(self.later.values(), default=0):
-            return
-        for name, parameter in model.named_parameters():
-            if self.later.get(name, 0) > step:
-                parameter.grad = None
-
-
 class WeightAverage:
     """Average of the parameters of `model`, after `materialize`, that require a gradient; begins with their values."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        trained = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        trained = ((plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
         self._parts = [(name, parameter, parameter.detach().clone()) for name, parameter in trained]
 
     def update(self, step: int) -> None:
@@ -143,3 +127,100 @@ class WeightAverage:
             kept = own.clone()
             own.copy_(other)
             other.copy_(kept)
+
+
+@dataclass
+class _Host:
+    """Pinned copies of this rank's shard of a parameter and of its gradient."""
+
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    version: tuple[int, int] | None = None
+    """`_version_of` the parameter that `weights` equals; loading a checkpoint changes it."""
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019) on the CPU, for float32 parameters on a device, also DTensors.
+
+    Gradients are copied to pinned host memory, fused AdamW updates this rank's shards there, and the new weights are
+    copied back without blocking. The moments, half of the state of mixed-precision training, take no device memory.
+    Each step moves 4 bytes for each local element in each direction. It waits only for gradients, group by group, so
+    that one group is computed while the next is copied. Source: ZeRO-Offload, Ren et al. 2021, section 4.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
+
+    def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
+        defaults = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(groups, defaults)
+        self._hosts: dict[torch.Tensor, _Host] = {}
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            host = parameter.detach().to("cpu")  # a DTensor stays one: checkpoints need its placement
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(host),
+                "exp_avg_sq": torch.zeros_like(host),
+            }
+            if _needs_copy(local_of(parameter)):
+                pin = torch.accelerator.is_available()
+                weights, gradient = (torch.empty_like(local_of(host), pin_memory=pin) for _ in range(2))
+                self._hosts[parameter] = _Host(weights, gradient)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported"
+        trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # copied before the gradients
+        copies = [self._fetch(parameters) for parameters in trained]
+        if found_inf is not None and any(found_inf.read()):
+            return
+        for group, parameters, copied in zip(self.param_groups, trained, copies):
+            if copied is not None:
+                copied.synchronize()
+            hosts, states = [self._hosts.get(p) for p in parameters], [self.state[p] for p in parameters]
+            adamw_step(
+                [local_of(p) if host is None else host.weights for p, host in zip(parameters, hosts)],
+                [local_of(p.grad) if host is None else host.gradient for p, host in zip(parameters, hosts)],
+                [local_of(state["exp_avg"]) for state in states],
+                [local_of(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for parameter, host in zip(parameters, hosts):
+                if host is not None:
+                    # ordered before the next forward pass, whose gradients are awaited before `weights` changes again
+                    local_of(parameter).copy_(host.weights, non_blocking=True)
+                    host.version = _version_of(parameter)
+
+    def _fetch(self, parameters: list[torch.Tensor]) -> torch.cuda.Event | None:
+        """Start copying gradients, and weights written from outside; return the event of their arrival."""
+        for parameter in parameters:
+            host = self._hosts.get(parameter)
+            if host is not None:
+                host.gradient.copy_(local_of(parameter.grad), non_blocking=True)
+                if host.version != _version_of(parameter):
+                    host.weights.copy_(local_of(parameter), non_blocking=True)
+        if not parameters or local_of(parameters[0]).device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(local_of(parameters[0]).device))
+        return event
+
+
+def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return a value that changes when the parameter is written in place or moved."""
+    own = local_of(parameter)
+    return own.data_ptr(), version_of(own)
+
+
+def _needs_copy(shard: torch.Tensor) -> bool:
+    return shard.device.type != "cpu"

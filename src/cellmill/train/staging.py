@@ -12,8 +12,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,16 +59,13 @@ class Staging:
         """Begin to copy what the ranks of this node read of `streams` in the training's steps `step` to `stop`."""
         if self.copies is None or not self._first_of_node:
             return
-        shards = {
-            str(path): sha256
-            for stream in streams
-            if stream is not None
-            for path, sha256 in stream.shards_read(self._data_ranks, step, stop).items()
-        }
-        names = list(shards)
+        shards: dict[Path, str] = {}
+        for stream in streams:
+            shards |= {} if stream is None else stream.shards_read(self._data_ranks, step, stop)
+        paths = list(shards)
         # nodes begin at different shards, so that not all of them read the same file at once
-        first = self._node * len(names) // self._n_nodes
-        ordered = {name: shards[name] for name in names[first:] + names[:first]}
+        first = self._node * len(paths) // self._n_nodes
+        ordered = {str(path): shards[path] for path in paths[first:] + paths[:first]}
         limit = None if self._limit_gb is None else self._limit_gb * 1e9
         try:
             command = [sys.executable, "-m", "cellmill.data.shards.local_copies"]
@@ -104,8 +102,7 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
 _NODES, _DECISION = "device-of-node-", "device"
 
 
-@dataclass(frozen=True)
-class NodeGpus:
+class NodeGpus(NamedTuple):
     """What a node's torch sees."""
 
     host: str
@@ -117,10 +114,10 @@ class NodeGpus:
     def __str__(self) -> str:
         build = f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
         driver = f"driver {self.driver}" if self.driver else "no driver"
-        return f"{self.host} shows {gpus(self.gpus)} ({build}, {driver})"
+        return f"{self.host} shows {_gpus(self.gpus)} ({build}, {driver})"
 
 
-def gpus(number: int) -> str:
+def _gpus(number: int) -> str:
     return f"{number} GPU{'' if number == 1 else 's'}"
 
 
@@ -133,7 +130,7 @@ def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
     first, *more = [node for node in nodes if node.gpus < local_world]
     also = f", and {len(more)} more nodes like it ({', '.join(node.host for node in more[:8])})" if more else ""
     raise UserError(
-        f"expected {gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
+        f"expected {_gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
         "nproc_per_node or the node's torch and driver, or set device: cpu in the profile (set-resources: train) "
         "to train on CPU cores"
     )
@@ -148,19 +145,19 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = driver_version() if gpus < local_world else None  # takes a second
         seen = NodeGpus(node_name(), gpus, str(torch.__version__), torch.version.cuda, driver)
-        store.set(f"{_NODES}{rank // local_world}", json.dumps(asdict(seen)))
+        store.set(f"{_NODES}{rank // local_world}", json.dumps(seen))
     if rank == 0:
         count = int(os.environ["WORLD_SIZE"]) // local_world
-        nodes = [NodeGpus(**json.loads(store.get(f"{_NODES}{node}"))) for node in range(count)]
+        nodes = [NodeGpus(*json.loads(store.get(f"{_NODES}{node}"))) for node in range(count)]
         try:
-            decision = {"device": decide(wanted, nodes, local_world)}
+            decision = [decide(wanted, nodes, local_world), None]
         except UserError as error:
-            decision = {"refused": str(error)}
+            decision = [None, str(error)]
         store.set(_DECISION, json.dumps(decision))
-    decision = json.loads(store.get(_DECISION))
-    if "refused" in decision:
-        raise UserError(decision["refused"])
-    return torch.device("cuda", local_rank) if decision["device"] == "cuda" else torch.device("cpu")
+    device, refusal = json.loads(store.get(_DECISION))
+    if refusal is not None:
+        raise UserError(refusal)
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def driver_version() -> str | None:
@@ -169,5 +166,4 @@ def driver_version() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None

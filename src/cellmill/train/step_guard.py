@@ -10,14 +10,13 @@ doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mix
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from cellmill.parallel.mesh import gather_json, local_of
+from cellmill.parallel.mesh import Mesh, gather_json, local_of
 from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
 
 INITIAL_SCALE = 2.0**16
@@ -28,14 +27,11 @@ SHOWN = 4  # cells named in the error; the log has all of them
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
     """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits unless `fused`."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
-    if first is None:
+    if first is None or not (fused or applied.item()):
         return
-    if not fused:
-        if applied.item():
-            optimizer.step()
-        return
-    # torch would copy it without blocking, and a step on the CPU would read it before it is there
-    optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
+    if fused:
+        # torch would copy it without blocking, and a step on the CPU would read it before it is there
+        optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
     optimizer.step()
 
 
@@ -68,33 +64,21 @@ class LossScale:
         return float(self.value), int(self.good_steps)
 
 
-@dataclass(frozen=True)
-class Suspects:
-    """Ids of the cells that one rank read in a step, and whether its own loss was finite."""
+def name_cells(mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.ndarray], Sequence[str]]) -> str:
+    """Return cells of a bad step, of ranks with a bad loss or of all; print this rank's. Collective: every rank."""
 
-    dp_rank: int
-    finite: bool
-    cells: list[int]
-
-
-def name_cells(mine: Suspects, device: torch.device, names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    """Return the cells of a bad step, of ranks with a bad loss or of all; print this rank's. Collective: every rank."""
-
-    def some(cells: list[int]) -> str:
+    def described(rank: int, cells: list[int]) -> str:
         more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
-        return ", ".join(names(np.array(cells[:SHOWN]))) + more if cells else "no cells"
+        return f"rank {rank} had {', '.join(names(np.array(cells[:SHOWN]))) + more if cells else 'no cells'}"
 
-    known = [(rank, Suspects(**fields)) for rank, fields in enumerate(gather_json(asdict(mine), device))]
-    bad = {suspects.dp_rank for _, suspects in known if not suspects.finite} or {s.dp_rank for _, s in known}
-    first = {suspects.dp_rank: rank for rank, suspects in reversed(known)}  # model-parallel peers read the same cells
-    rank = dist.get_rank()
-    if first[mine.dp_rank] == rank and mine.dp_rank in bad:
-        print(f"rank {rank} had the cells {', '.join(names(np.array(mine.cells)))}", flush=True)
-    return "; ".join(
-        f"rank {rank} had {some(suspects.cells)}"
-        for rank, suspects in known
-        if suspects.dp_rank in bad and first[suspects.dp_rank] == rank
-    )
+    # model-parallel peers read the same cells: the first of them speaks
+    every = dict(enumerate(gather_json([mesh.dp_rank, finite, cells], mesh.device)))
+    bad = {dp_rank for dp_rank, was_finite, _ in every.values() if not was_finite}
+    first = {dp_rank: rank for rank, (dp_rank, _, _) in reversed(every.items())}
+    named = {rank: every[rank][2] for dp_rank, rank in first.items() if not bad or dp_rank in bad}
+    if (rank := dist.get_rank()) in named:
+        print(f"rank {rank} had the cells {', '.join(names(np.array(cells)))}", flush=True)
+    return "; ".join(described(rank, cells) for rank, cells in sorted(named.items()))
 
 
 class AsyncScalars:

@@ -9,9 +9,8 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,43 +23,33 @@ from cellmill.parallel.torch_private import record_memory, write_memory_record
 PROFILED_RANKS = 8  # ranks below this write a trace, some MB each: a node, or the stages of a pipeline
 
 
-@dataclass
 class Meter:
     """Counts since the last `read`, and rates over the wall clock; MFU where `peak_flops`, a rank's, is known."""
 
-    peak_flops: float | None
-    world: int
-    cells: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    waited_s: float = 0.0
-    since: float = field(default_factory=time.perf_counter)
+    def __init__(self, peak_flops: float | None, world: int) -> None:
+        self.peak_flops, self.world = peak_flops, world
+        self.counts, self.since = np.zeros(4), time.perf_counter()
+
+    def add(self, cells: int, tokens: int, flops: float, waited_s: float) -> None:
+        self.counts += (cells, tokens, flops, waited_s)
 
     def read(self, now: float) -> dict[str, float]:
         """Return rates over all ranks from the last reading to `now`, and start a new window."""
-        wall = max(now - self.since, 1e-9)
-        line = {
-            "cells_per_s": self.cells / wall,
-            "tokens_per_s": self.tokens / wall,
-            "data_wait_frac": min(1.0, self.waited_s / wall),
-        }
+        cells_per_s, tokens_per_s, flops_per_s, waited = (self.counts / max(now - self.since, 1e-9)).tolist()
+        line = {"cells_per_s": cells_per_s, "tokens_per_s": tokens_per_s, "data_wait_frac": min(1.0, waited)}
         if self.peak_flops is not None:
-            line["mfu"] = self.flops / wall / (self.peak_flops * self.world)
-        self.cells, self.tokens, self.flops, self.waited_s, self.since = 0, 0, 0.0, 0.0, now
+            line["mfu"] = flops_per_s / (self.peak_flops * self.world)
+        self.counts, self.since = np.zeros(4), now
         return line
 
 
-@dataclass
 class TimeLeft:
     """Estimate of the seconds that a run has left: the steps that remain, at the median pace of the last ten logged
     windows, and with the mean pause per step so far, for validation and checkpoints."""
 
-    steps: int
-    first: int  # step at which this process began
-    since: float  # time of the last line, or of the begin
-
-    def __post_init__(self) -> None:
-        self.last, self.paused_s, self.window_paused_s = self.first, 0.0, 0.0
+    def __init__(self, steps: int, first: int, since: float) -> None:
+        self.steps, self.first, self.last, self.since = steps, first, first, since
+        self.paused_s = self.window_paused_s = 0.0
         self.paces: deque[float] = deque(maxlen=10)
 
     def pause(self, seconds: float) -> None:
@@ -111,30 +100,27 @@ def local_readings(mesh: Mesh) -> np.ndarray:
 
 def readings_line(device_type: str, by_rank: list[float], ranks: int) -> dict[str, list[float]]:
     """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`; of a GPU those known."""
-    columns = np.array(by_rank).reshape(ranks, -1).T
     name = "allocated" if device_type == "cuda" else "resident"
-    line = dict(zip((f"peak_{name}_gb", f"{name}_gb"), (columns[:2] / 1e9).round(3).tolist()))
-    for (key, unit), column in zip(GPU_KEYS.items(), columns[2:]):
-        if (column >= 0).all():
-            line[key] = (unit * column).round(3).tolist()
-    return line
+    units = {f"peak_{name}_gb": 1e-9, f"{name}_gb": 1e-9} | GPU_KEYS
+    columns = zip(units.items(), np.array(by_rank).reshape(ranks, -1).T)
+    return {key: (unit * column).round(3).tolist() for (key, unit), column in columns if (column >= 0).all()}
 
 
 class StepProfile:
-    """Profiler trace of the steps `first` to `last`, counted from 1, in `folder`, on the first `PROFILED_RANKS` ranks.
+    """Profiler trace in `folder` of steps, [first, last] from 1, on the first `PROFILED_RANKS` ranks.
 
     rank-0.trace.json.gz has operations, kernels and named parts of each step (chrome://tracing, Perfetto);
     rank-0.memory.pickle allocations on a GPU (pytorch.org/memory_viz).
     """
 
-    def __init__(self, folder: Path, first: int, last: int, rank: int, device: torch.device) -> None:
-        self.folder, self.first, self.last, self.rank = folder, first, last, rank
-        self.cuda = device.type == "cuda"
+    def __init__(self, folder: Path, steps: Sequence[int] | None, rank: int, device: torch.device) -> None:
+        self.folder, self.rank, self.cuda = folder, rank, device.type == "cuda"
+        self.first, self.last = steps if steps is not None and rank < PROFILED_RANKS else (0, -1)
         self._running: torch.profiler.profile | None = None
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        if self.rank < PROFILED_RANKS and self.first <= step <= self.last and self._running is None:
+        if self.first <= step <= self.last and self._running is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -151,8 +137,9 @@ class StepProfile:
             return
         self._running.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self.folder / f"rank-{self.rank}.trace.json.gz"))
+        file = str(self.folder / f"rank-{self.rank}")
+        self._running.export_chrome_trace(f"{file}.trace.json.gz")
         self._running = None
         if self.cuda:
-            write_memory_record(str(self.folder / f"rank-{self.rank}.memory.pickle"))
+            write_memory_record(f"{file}.memory.pickle")
             record_memory(None)

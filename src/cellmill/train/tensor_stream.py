@@ -48,7 +48,6 @@ class TensorStream:
     ) -> None:
         parsed, order = check_options(Tokens, dict(tokens), "tokens"), check_options(Stream, dict(stream), "stream")
         train = check_options(Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train")
-        global_batch, seed = train.global_batch, train.seed
         opened = Manifest.read(manifest)
         check_rows(parsed, opened, str(manifest), counts)
         lanes, splits, given = order.lanes, ", ".join(opened.splits), f"stream.lanes {order.lanes}"
@@ -76,7 +75,7 @@ class TensorStream:
             token_budget=global_batch * parsed.max_tokens,  # so that no step is cut
             rank=rank,
             world=world_size,
-            seed=seed,
+            seed=train.seed,
             shuffle=split == "train",
             counted=counts,
             columns=dict.fromkeys(columns, "columns"),

@@ -27,8 +27,8 @@ from cellmill.runs.progress import COLLAPSED
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 
 
-class EmbeddingMonitor:
-    """Metrics of the embedding in one validation. Every rank of the training has one."""
+class Monitor:
+    """Metrics of the embedding and of the objective in one validation. Every rank of the training has one."""
 
     def __init__(
         self,
@@ -39,26 +39,40 @@ class EmbeddingMonitor:
         self.model, self.last = any_part(model), last_part(model)
         self.width: int = self.model.vector_width if self.model.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
-        n_levels = 0 if batch_column is None else len(levels[batch_column])
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
-        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
-        """Number of cells and sum of vectors of each level."""
+        n_levels = 0 if batch_column is None else len(levels[batch_column])
+        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)  # cells and sum of vectors of each
+        leaves = self.model.objective.leaves().items()
+        self.leaves: dict[str, Objective] = {name: leaf for name, leaf in leaves if leaf.n_sums}
+        self.of_leaves = {name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items()}
 
     @contextmanager
     def watching(self, batches: Sequence[Batch]) -> Iterator[None]:
         """Add the cells of `batches`, whose losses are computed inside, one after another, in this order."""
-        if self.last is None or not self.width:
+        if self.last is None:
             yield
             return
         vectors: list[torch.Tensor] = []
-        self.last.kept_vectors = vectors
+        watched: dict[str, Objective] = self.last.objective.leaves() if self.leaves else {}
+        self.last.kept_vectors = vectors if self.width else None
+        for name in self.leaves:
+            watched[name].kept_sums = []
         try:
             yield
         finally:
             self.last.kept_vectors = None
+            for name in self.leaves:
+                for sums in watched[name].kept_sums or ():
+                    self.of_leaves[name] += sums.double().cpu()
+                watched[name].kept_sums = None
         for kept, batch in zip(vectors, batches):
             # (cells, width); vectors after those of the batch's cells are of padding
-            z, d = kept[: len(batch.lengths)].double().cpu(), _log_depth(batch)
+            z, lengths = kept[: len(batch.lengths)].double().cpu(), torch.tensor(batch.lengths, dtype=torch.int64)
+            depth = lengths.double()  # detected genes, where batches have no counts
+            if batch.counts is not None:
+                cell = torch.repeat_interleave(lengths)
+                depth = torch.zeros_like(depth).index_add(0, cell, batch.counts.double())
+            d = depth.clamp(min=1).log()
             parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
             self.sums += torch.cat(parts)
             if self.column is not None and batch.levels is not None:
@@ -66,11 +80,21 @@ class EmbeddingMonitor:
                 self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics for metrics.jsonl; rank 0 warns of a collapsed embedding. Collective: every rank."""
-        # the last pipeline stage alone has vectors, and `Mesh.sum` divides by the number of stages
-        sums = torch.cat([self.sums, self.by_level.flatten()]).to(mesh.device) * mesh.pp.size()
-        cells, levels = mesh.sum(sums).cpu().split([self.sums.numel(), self.by_level.numel()])
-        line = _embedding_metrics(cells, self.width) | _batch_metrics(cells, levels, self.width)
+        """Return the metrics for metrics.jsonl that can be computed; rank 0 warns of a collapsed embedding. Collective:
+        every rank.
+        """
+
+        def summed(own: torch.Tensor) -> torch.Tensor:
+            # the last pipeline stage alone has vectors and sums, and `Mesh.sum` divides by the number of stages
+            return mesh.sum(own.to(mesh.device) * mesh.pp.size())
+
+        line: dict[str, float] = {}
+        for name, leaf in self.leaves.items():
+            metrics = leaf.validation_figures(summed(self.of_leaves[name]).tolist())
+            line |= {_name(metric, name): value for metric, value in metrics.items()}
+        sums = summed(torch.cat([self.sums, self.by_level.flatten()])).cpu()
+        cells, levels = sums.split([self.sums.numel(), self.by_level.numel()])
+        line |= _embedding_metrics(cells, self.width) | _batch_metrics(cells, levels, self.width)
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
                 f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
@@ -126,15 +150,6 @@ def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dic
     return {"batch_r2": between / total} if total > 0 else {}
 
 
-def _log_depth(batch: Batch) -> torch.Tensor:
-    """(cells,) float64: log of each cell's counts, or of its detected genes where batches have no counts."""
-    lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-    if batch.counts is None:
-        return lengths.double().clamp(min=1).log()
-    cell = torch.repeat_interleave(lengths)
-    return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, cell, batch.counts.double()).clamp(min=1).log()
-
-
 VAL_LOSS = "val_loss"
 
 
@@ -173,46 +188,6 @@ class Progress:
     def patience_is_over(self, train: Train) -> bool:
         """Return whether the run ends here by `train.early_stop_patience`."""
         return train.early_stop_patience is not None and self.stale_validations >= train.early_stop_patience
-
-    def early_end(self, metric: str) -> str:
-        return (
-            f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
-            f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
-        )
-
-
-class ObjectiveMonitor:
-    """Metrics of the objective in one validation. Every rank of the training has one."""
-
-    def __init__(self, model: Model | PipelineStages) -> None:
-        last, leaves = last_part(model), any_part(model).objective.leaves()
-        self.leaves: dict[str, Objective] = {name: leaf for name, leaf in leaves.items() if leaf.n_sums}
-        self.sums = {name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items()}
-        kept = {} if last is None else last.objective.leaves()
-        self.watched: dict[str, Objective] = {name: leaf for name, leaf in kept.items() if name in self.sums}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Add the cells whose losses are computed inside."""
-        for leaf in self.watched.values():
-            leaf.kept_sums = []
-        try:
-            yield
-        finally:
-            for name, leaf in self.watched.items():
-                for sums in leaf.kept_sums or ():
-                    self.sums[name] += sums.double().cpu()
-                leaf.kept_sums = None
-
-    def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics for metrics.jsonl that can be computed. Collective: every rank."""
-        line: dict[str, float] = {}
-        for name, own in self.sums.items():
-            # the last pipeline stage alone has sums, and `Mesh.sum` divides by the number of stages
-            sums = mesh.sum(own.to(mesh.device) * mesh.pp.size()).tolist()
-            metrics = self.leaves[name].validation_figures(sums)
-            line |= {_name(metric, name): value for metric, value in metrics.items()}
-        return line
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:

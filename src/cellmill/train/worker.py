@@ -23,7 +23,7 @@ with importing():
 
     from cellmill.config.load import stored_options
     from cellmill.config.options import TrainOptions
-    from cellmill.config.parallel import Parallel, min_microbatches
+    from cellmill.config.parallel import min_microbatches
     from cellmill.data.genes.vocabulary import Vocabulary
     from cellmill.data.shards.index import DATASET
     from cellmill.data.shards.local_copies import LocalCopies
@@ -60,13 +60,15 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     record = read_json(path / "run.json")
     options = stored_options(record["options"], "run.json")
     watch.start(options.train.timeout_s, partial(give_up, error_file))
-    device = _join(options.parallel, options.train.timeout_s, wanted_device)
-    watch.joined()
+    # torch's own timeout is longer than the hang watch's, whose line names the hung rank
+    timeout = timedelta(seconds=2 * START_FACTOR * options.train.timeout_s)
+    device = _join(options, timeout, wanted_device)
+    watch.at("the start")
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     verify_shards(Manifest.read(Path(record["manifest"])), device)
     staging = Staging(options.stream, mesh)
     trainer = build_trainer(TrainFolder(path), record, options, mesh, stop, watch, staging.copies)
-    set_group_timeouts(_timeout(options.train.timeout_s))
+    set_group_timeouts(timeout)
     trainer.resume()
     staging.start([trainer.train_stream, trainer.val_stream], trainer.progress.step, trainer.steps)
     if dist.get_rank() == 0:  # other trackers follow metrics.jsonl
@@ -74,17 +76,15 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     for tracker in trainer.trackers:
         tracker.start({"run": path.resolve().parent.name, **trainer.saved_with}, trainer.progress.step)
     trainer.write_state("running")
+    ended = "failed"
     try:
         ended = "done" if trainer.run() else "stopped"
-    except BaseException:
+        trainer.close()
+        trainer.write_state(ended)
+    finally:
         for tracker in trainer.trackers:
             with suppress(OSError):  # a full disk, again
-                tracker.finish("failed")
-        raise
-    trainer.close()
-    trainer.write_state(ended)
-    for tracker in trainer.trackers:
-        tracker.finish(ended)
+                tracker.finish(ended)
     dist.barrier()  # no rank leaves while another still needs it
     staging.close()
     watch.close()
@@ -126,31 +126,26 @@ def build_trainer(
     )
 
 
-def _join(parallel: Parallel, timeout_s: float, wanted_device: str) -> torch.device:
+def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torch.device:
     """Join the process group and return this rank's device. Raise UserError if GPUs are missing."""
-    timeout = _timeout(timeout_s)
     torch.manual_seed(0)  # unused: random numbers here are keyed by seed and position
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     device = agree(wanted_device, store)
     group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world}
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL's own watchdogs end a rank without a line, so they must be slower than the hang watch
+        dump_ms = str(round(1000 * min(options.train.timeout_s, DUMP_S)))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(timeout.total_seconds())))
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(round(1000 * min(timeout_s, DUMP_S))))
-        set_tf32(parallel.tf32, device)
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", dump_ms)
+        set_tf32(options.parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
-        backend = "cpu:gloo,cuda:nccl" if parallel.cpu_offload == "full" else "nccl"
-        dist.init_process_group(backend, device_id=device, timeout=timeout, **group)
-        return device
-    dist.init_process_group("gloo", timeout=timeout, **group)
+        backend = "cpu:gloo,cuda:nccl" if options.parallel.cpu_offload == "full" else "nccl"
+        group["device_id"] = device
+    dist.init_process_group(backend, timeout=timeout, **group)
     return device
-
-
-def _timeout(timeout_s: float) -> timedelta:
-    """Return torch's own timeout, longer than the hang watch's, whose line names the hung rank."""
-    return timedelta(seconds=2 * START_FACTOR * timeout_s)
 
 
 def build_model(
@@ -171,7 +166,13 @@ def build_model(
         part = parts[stage] = build(spec, method.transform)
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
         parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
-    given = _gene_vectors(options, vocabulary)
+    given, path = {}, getattr(options.model, "gene_vectors", None)
+    if path is not None:
+        table, n_found = read_gene_vectors(Path(path), vocabulary, options.model.gene_vector_dim)  # type: ignore[attr-defined]
+        given = {TABLE: table}
+        if dist.get_rank() == 0:
+            has = f"{n_found:,} of {vocabulary.n_genes:,} genes; the others have their learned embedding alone"
+            print(f"gene vectors from {path}, which has {has}", flush=True)
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else mesh.device
     for part in parts.values():
         tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows)
@@ -179,25 +180,10 @@ def build_model(
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
 
 
-def _gene_vectors(options: TrainOptions, vocabulary: Vocabulary) -> dict[str, torch.Tensor]:
-    path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
-    if path is None or dim is None:
-        return {}
-    table, n_found = read_gene_vectors(Path(path), vocabulary, dim)
-    if dist.get_rank() == 0:
-        has = f"{n_found:,} of {vocabulary.n_genes:,} genes"
-        print(f"gene vectors from {path}, which has {has}; the others have their learned embedding alone", flush=True)
-    return {TABLE: table}
-
-
 def build_streams(
-    options: TrainOptions,
-    manifest: Manifest,
-    mesh: Mesh,
-    copies: LocalCopies | None = None,
-    teacher: str | None = None,
+    options: TrainOptions, manifest: Manifest, mesh: Mesh, copies: LocalCopies | None = None, teacher: str | None = None
 ) -> tuple[CellStream, CellStream | None]:
-    """Return the endless stream of training cells, and that of validation cells, None if there are none."""
+    """Return the endless stream of training cells, and the one of validation cells, None if there are none."""
     shared: dict[str, Any] = {
         "tokens": options.tokens,
         "stream": options.stream,

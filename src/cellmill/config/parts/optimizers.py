@@ -57,7 +57,7 @@ class AdamWConfig(OptimizerConfig):
 
     implementation: ClassVar[str] = "cellmill.train.optimizer:adamw"
     fused: ClassVar[bool] = True
-    offloaded: ClassVar[str | None] = "cellmill.train.offload:OffloadedAdamW"
+    offloaded: ClassVar[str | None] = "cellmill.train.optimizer:OffloadedAdamW"
 
     name: Literal["adamw"] = Field("adamw", description="Name of the optimizer.")
 
