@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -18,8 +18,8 @@ from cellmill.config.datasets import Dataset
 from cellmill.config.load import top_level
 from cellmill.config.options import OPTIONS
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import description, part_of
-from cellmill.config.workflow import Sweep, Workflow, entries_of, keys_of, sections_of
+from cellmill.config.section import description, summary
+from cellmill.config.workflow import ENTRIES, Sweep, Workflow, sections_of
 from cellmill.files import write_text
 
 README = Path("config/README.md")
@@ -62,21 +62,25 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if stale else 0
 
 
-def readme(workflow: type[Workflow] = Workflow) -> str:
+KEYS = [name for name in Workflow.model_fields if name not in {*sections_of(Workflow), *ENTRIES}]
+"""Keys of the whole workflow other than sections, corpora and runs."""
+
+
+def readme() -> str:
     lines = [INTRODUCTION]
-    for name, section in top_level(workflow).items():
+    for name, section in top_level().items():
         if section is not None:
             stages = [f"`{stage}`" for stage, options in OPTIONS.items() if name in options.model_fields]
             lines += _section(name, section, f"Read by: {', '.join(stages)}.")
-    for name, owner in entries_of(workflow).items():
+    for name, owner in ENTRIES.items():
         sections = list(sections_of(owner))
-        lines += [f"## {name}", "", f"By name. {_summary(owner)}"]
+        lines += [f"## {name}", "", f"By name. {summary(owner)}"]
         lines += [f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.", ""]
         lines += _table(owner, skip=sections)
     lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
-    lines += _table(workflow, skip=[*sections_of(workflow), *entries_of(workflow)])
-    lines += ["## The table of datasets", "", f"Tab-separated, with a header. {_summary(Dataset)}", ""]
+    lines += _table(Workflow, skip=[name for name in Workflow.model_fields if name not in KEYS])
+    lines += ["## The table of datasets", "", f"Tab-separated, with a header. {summary(Dataset)}", ""]
     lines += _table(Dataset)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -88,24 +92,31 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
         yield from (f"The {section.kind} is chosen by `{section.key}`{default}. {readers}", "")
         yield from _choices(section)
         return
-    yield from (f"{_summary(section)} {readers}", "")
+    yield from (f"{summary(section)} {readers}", "")
     yield from _table(section)
     for field, contract in _parts(section).items():
         if contract.built_in():
             yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
-        yield from _choices(contract, skip=[contract.key])
+        yield from _choices(contract)
 
 
-def _choices(contract: type[Plugin], skip: list[str] | None = None) -> Iterator[str]:
+def _choices(contract: type[Plugin]) -> Iterator[str]:
     for name, choice in contract.built_in().items():
-        yield from (f"### {contract.kind} `{name}`", "", _summary(choice), "")
-        yield from _table(choice, skip)
+        yield from (f"### {contract.kind} `{name}`", "", summary(choice), "")
+        yield from _table(choice, skip=[contract.key])
 
 
 def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     """Fields with options of a contract's choices."""
-    parts = {name: part_of(field.annotation) for name, field in section.model_fields.items()}
+    parts = {name: _part_of(field.annotation) for name, field in section.model_fields.items()}
     return {name: part for name, part in parts.items() if isinstance(part, type) and issubclass(part, Plugin)}
+
+
+def _part_of(annotation: Any) -> Any:
+    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
+    if get_origin(annotation) is dict:
+        annotation = get_args(annotation)[1]
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
@@ -124,10 +135,6 @@ def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[st
         text = description(model, name).replace("|", "\\|")
         yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
     yield ""
-
-
-def _summary(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
 
 
 def _default(field: FieldInfo, named: bool) -> str:
@@ -153,12 +160,12 @@ def _type(schema: dict[str, Any]) -> str:
     return ", ".join([TYPES.get(schema["type"], schema["type"]), *limits])
 
 
-def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:
+def schema() -> dict[str, Any]:
     """JSON schema of config/config.yaml as a user writes it: pydantic's own, with sections as defaults at the top."""
-    whole = workflow.model_json_schema()
+    whole = Workflow.model_json_schema()
     definitions, properties = whole["$defs"], whole["properties"]
     sections: dict[str, Any] = {}
-    for kind, owner in entries_of(workflow).items():
+    for kind, owner in ENTRIES.items():
         entry = definitions[owner.__name__]
         inherited = {name: _or_null(entry["properties"][name]) for name in sections_of(owner)}
         entry["properties"] |= inherited
@@ -168,15 +175,13 @@ def schema(workflow: type[Workflow] = Workflow) -> dict[str, Any]:
         sections |= inherited
         for section in sections_of(owner).values():
             _add_choices(section, definitions)
-    sections |= {name: _or_null(properties[name]) for name in sections_of(workflow)}
+    sections |= {name: _or_null(properties[name]) for name in sections_of(Workflow)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$comment": GENERATED,
         "title": "cellmill configuration",
         "type": "object",
-        "properties": _as_written(
-            {**sections, **{name: properties[name] for name in (*keys_of(workflow), *entries_of(workflow))}}
-        ),
+        "properties": _as_written(sections | {name: properties[name] for name in (*KEYS, *ENTRIES)}),
         "required": ["corpora"],  # runs may all be of sweeps
         "additionalProperties": False,
         "$defs": _as_written(definitions),

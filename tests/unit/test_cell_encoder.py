@@ -111,9 +111,7 @@ def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:
 def test_a_family_without_tokens_of_cells_refuses_them() -> None:
     given = train_options(tokens={"covariates": ["donor"]}, model={"family": "profile"})
     assert given.obs_columns() == {"donor": "tokens.covariates"}
-    with refused(
-        "tokens.covariates: family profile has no tokens of obs columns; leave them out, or choose model.family encoder"
-    ):
+    with refused("tokens.covariates: family profile has no tokens of obs columns; leave them out, or use encoder"):
         check_together(given)
 
 

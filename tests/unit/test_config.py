@@ -1,26 +1,20 @@
-"""Configuration: defaults, overrides, new sections, words of other tools, and the one-line error for every mistake."""
+"""Configuration: defaults, overrides, words of other tools, and the one-line error for every mistake."""
 
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-import jsonschema
 import pytest
 import yaml
-from pydantic import Field, SerializeAsAny, field_validator
 
-from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config, plugin
+from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
 from cellmill.config.load import top_level
-from cellmill.config.options import TrainOptions
-from cellmill.config.plugin import BUILT_IN, Plugin, by_name
-from cellmill.config.section import Section, other_words
-from cellmill.config.workflow import RunConfig
+from cellmill.config.plugin import BUILT_IN
+from cellmill.config.section import other_words
 from cellmill.errors import ConfigError
 from tests.checks import refused
-from tools import option_docs
 
 TREE = """
 corpora: {pbmc: {table: TABLE}}
@@ -81,10 +75,8 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     plain, deep = pipeline.runs["demo"], pipeline.runs["deep"]
     assert deep.model.model_dump() == plain.model.model_dump() | {"layers": 9}
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
-    train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": 7}}}).runs["demo"].train
-    assert (train.steps, train.epochs) == (7, None), "a length replaces the default length"
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": "auto"}}}).runs["demo"].train
-    assert (train.steps, train.epochs) == ("auto", None)
+    assert (train.steps, train.epochs) == ("auto", None), "a length replaces the default length"
 
 
 def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
@@ -109,9 +101,8 @@ def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config, ta
     assert pipeline.corpora["pbmc"].preprocess.organism == "human"
 
 
-@pytest.mark.parametrize(("text", "value"), [("3e-4", 3e-4), ("1E3", 1e3), ("5", 5.0)])
-def test_a_number_that_yaml_loads_as_text_is_a_number(config: Config, text: str, value: float) -> None:
-    assert config(train={"lr": text}).runs["demo"].train.lr == value
+def test_a_number_that_yaml_loads_as_text_is_a_number(config: Config) -> None:
+    assert config(train={"lr": "3e-4"}).runs["demo"].train.lr == 3e-4
 
 
 @pytest.mark.parametrize("stage", OPTIONS)
@@ -138,18 +129,14 @@ def test_a_corpus_and_an_evaluation_have_the_datasets_they_name_in_the_order_of_
 
 WRONG = {
     "tokens: {tokenizer: binned, binning: quantile_corpus}, objective: {name: masked_value}": (
-        "runs.demo.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus pbmc to yes, or "
-        "give tokens.edges"
+        "runs.demo.tokens: its bins are fitted to the corpus; set vocabulary.quantiles or tokens.edges"
     ),
     "tokens: {truncation: variable}": (
-        "runs.demo.tokens.truncation: variable requires the order of genes by variability; set "
-        "vocabulary.variability of corpus pbmc to yes"
+        "runs.demo.tokens.truncation: variable requires vocabulary.variability; set it to yes"
     ),
     "trian: {}": "unknown key 'trian'; did you mean 'train'?",
     "zzz: {}": f"unknown key 'zzz'; there are: {', '.join(top_level())}",
     "train: {lrr: 1}": "train: unknown key 'lrr'; did you mean 'lr'?",
-    "model: {hiden: 32}": "model: unknown key 'hiden'; did you mean 'hidden'?",
-    "report: {titel: x}": "report: unknown key 'titel'; did you mean 'title'?",
     "objective: {name: classification, label_colum: cell_type}": (
         "objective: unknown key 'label_colum'; did you mean 'label_column'?"
     ),
@@ -158,12 +145,8 @@ WRONG = {
     "train: {lr: -1}": "train.lr: input should be greater than 0, got -1",
     "train: {lr: fast}": "train.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
     "train: {lr: true}": "train.lr: expected a number, got a boolean",
-    "stream: {lanes: false}": "stream.lanes: expected a number, got a boolean",
     "train: {clip_norm: true}": "train.clip_norm: expected a number, got a boolean",
     "evaluate: {folds: 9223372036854775808}": "evaluate.folds: expected an integer of 64 bits, got 9223372036854775808",
-    "train: {warmup_steps: 1.5}": (
-        "train.warmup_steps: input should be a valid integer, got a number with a fractional part, got 1.5"
-    ),
     "parallel: {sharding_strategy: ZeRO-2}": (
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
         "got 'ZeRO-2'; ZeRO-2 is SHARD_GRAD_OP here"
@@ -173,23 +156,17 @@ WRONG = {
     "train: {epochs: null, steps: atuo}": (
         "train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got 'atuo'"
     ),
-    "train: {epochs: null, steps: 0}": (
-        "train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got 0"
-    ),
-    "train: {steps: true}": ("train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got True"),
+    "train: {steps: true}": "train.steps: expected a number of steps from 1 to 1,000,000,000, auto or null, got True",
     "train: {steps: auto}": "train: expected one of steps and epochs, got both; set one of them, and the other to null",
-    "train: {steps: 3}": "train: expected one of steps and epochs, got both; set one of them, and the other to null",
-    "stream: {weight_by: cell_type, weight_start_exponent: 0.5}": (
-        "stream: weight_start_exponent 0.5 requires weight_warmup_steps, got 0; set both, or leave "
-        "weight_start_exponent out"
-    ),
-    "stream: {labelled_frac: 0.5}": (
-        "runs.demo: stream.labelled_frac 0.5 requires stream.weight_by; set it to an obs column of labels, or leave "
-        "labelled_frac out"
-    ),
-    "train: {epochs: .inf}": "train.epochs: input should be a finite number, got inf",
     "train: {epochs: null}": (
         "train: expected one of steps and epochs, got neither; set one of them, and the other to null"
+    ),
+    "train: {epochs: .inf}": "train.epochs: input should be a finite number, got inf",
+    "stream: {weight_by: cell_type, weight_start_exponent: 0.5}": (
+        "stream: weight_start_exponent requires weight_warmup_steps, got 0; set both, or neither"
+    ),
+    "stream: {labelled_frac: 0.5}": (
+        "runs.demo: stream.labelled_frac requires stream.weight_by, an obs column of labels; set both, or neither"
     ),
     "model: {family: foo}": "model: unknown family 'foo'; there are: " + ", ".join(BUILT_IN["family"]),
     "objective: {likelihood: nb, weights: counts}": (
@@ -205,25 +182,26 @@ WRONG = {
         "tokens: covariates: expected each value once, got assay twice; leave one out"
     ),
     "objective: {name: supervised_contrastive, label_column: cell_type}, tokens: {covariates: [cell_type]}": (
-        "runs.demo: tokens.covariates: cell_type is also objective.label_column, and the model would read the label "
-        "that it is trained to tell; leave it out of covariates"
+        "runs.demo: tokens.covariates: cell_type is also the label that the model is trained to predict; leave it out"
     ),
     "model: 3": "model: expected a mapping, got 3",
-    "train: [1]": "train: expected a mapping, got [1]",
+    "runs: {demo: {corpus: pbmc, tokens: 3}}": "runs.demo.tokens: expected a mapping with `tokenizer`, got 3",
+    "evaluate: {tasks: {prbe: null}}": "evaluate.tasks: prbe: unknown task 'prbe'; did you mean 'probe'?",
+    "evaluate: {tasks: {probe: {seed: 1}}}": "evaluate.tasks: probe: unknown key 'seed'; did you mean 'seeds'?",
+    "evaluate: {tasks: {probe: 3}}": ("evaluate.tasks: probe: expected a name and a mapping of options, got 3"),
+    "evaluate: {tasks: {probe: {name: transfer}}}": "evaluate.tasks: probe: name is 'transfer'; leave it out",
     "tokens: {tokenizer: rank}, objective: {name: masked_value}": (
-        "runs.demo: objective masked_value needs values, which tokens.tokenizer rank does not have; choose binned "
-        "or continuous, or objective masked_gene"
+        "runs.demo: objective masked_value needs values, rank has none; choose masked_gene"
     ),
     "train: {token_budget: 100}": (
-        "runs.demo: tokens.max_tokens 2048 exceeds train.token_budget 100: one cell would not fit; raise the budget "
-        "or lower max_tokens"
+        "runs.demo: tokens.max_tokens 2048 exceeds train.token_budget 100; lower max_tokens"
     ),
     "train: {global_batch: 17}": "runs.demo: train.global_batch: expected a multiple of stream.lanes 8, got 17; set 16",
     "shard: {val_frac: 0.6, test_frac: 0.5}": "shard: val_frac + test_frac = 1.1 leaves no cells for training",
     "runs: {demo: null}": "runs.demo.corpus: is missing",
     "runs: {demo: {corpus: lung}}": "runs.demo.corpus: no corpus 'lung'; there are: pbmc",
     "runs: {demo: {corpus: pbmc, init_from: big}}": (
-        "runs.demo.init_from: no run 'big'; there are: demo; the path of a model folder has a `/`, such as ./NAME"
+        "runs.demo.init_from: no run 'big'; there are: demo; a folder has a `/`, such as ./NAME"
     ),
     "runs: {demo: {corpus: pbmc, init_from: 'geneformer:a{b}'}}": (
         "runs.demo.init_from: string should match pattern '^[^{}<>\\r\\n]+$', got 'geneformer:a{b}'"
@@ -231,24 +209,21 @@ WRONG = {
     "vocabulary: {medians: 'scgpt:a{b}'}": (
         "vocabulary.medians: string should match pattern '^[^{}<>\\r\\n]+$', got 'scgpt:a{b}'"
     ),
-    "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, init_from: a}}": (
-        "runs.a.init_from: a circle: a -> b -> a"
-    ),
-    "runs: {demo: {corpus: pbmc, objective: {name: distill, teacher: big}}}": (
-        "runs.demo.objective.teacher: no run 'big'; there are: demo; the path of a folder has a `/`, such as ./NAME"
-    ),
     "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, objective: {name: distill, teacher: a}}}": (
         "runs.a.objective.teacher: a circle: a -> b -> a"
     ),
     "objective: {name: sum, parts: {big: {name: distill, teacher: ./a}, deep: {name: distill, teacher: ./b}}}": (
-        "objective: parts: big and deep both have a teacher, and batches carry the vectors of one; keep one"
+        "objective: parts: big and deep both have a teacher, and the model is given one batch; keep one"
     ),
-    "runs: {a/b: {corpus: pbmc}}": "runs: 'a/b' names a folder; use letters, digits, '_', '.' and '-'",
+    "runs: {a/b: {corpus: pbmc}}": (
+        "runs: 'a/b' is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
+    ),
     "runs: {demo.h5ad: {corpus: pbmc}}": "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
     "evaluate: {datasets: [sim], tasks: {transfer: {fit_on: [sim], test_on: [nope]}}}": (
-        "runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated, only sim; name one of them, or add it "
-        "to evaluate.datasets"
+        "runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated; name one of sim, or add it to "
+        "evaluate.datasets"
     ),
+    "bridges: {scib: python}": "bridges: no bridge 'scib'; did you mean 'scvi'?",
     "runs: null": "runs: expected a mapping with at least one name, got None",
     "runs: {demo: pbmc}": "runs.demo: expected a mapping, got 'pbmc'",
 }
@@ -329,135 +304,6 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
         load_config(path)
     assert str(broken.value).startswith(f"{path}: not valid YAML: ")
     assert "\n" not in str(broken.value)
-
-
-class Fruit(Plugin):
-    kind: ClassVar[str] = "fruit"
-    default: ClassVar[str | None] = "apple"
-
-    name: str
-    ripe: bool = Field(True, description="Ready to eat.")
-
-
-class Apple(Fruit):
-    """A fruit of trees."""
-
-    name: Literal["apple"] = "apple"
-    seeds: int = Field(3, ge=1, description="Seeds of one.")
-
-
-class Melon(Fruit):
-    """A fruit of fields."""
-
-    name: Literal["melon"] = "melon"
-    weight_kg: float | None = Field(None, gt=0, description="Weight of one.")
-
-
-class Basket(Section):
-    """Provisions of a run."""
-
-    size: int = Field(2, ge=1, description="Its size.")
-    fruits: dict[str, SerializeAsAny[Fruit]] = Field({}, description="What is in it.")
-
-    @field_validator("fruits", mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return by_name(Fruit, value)
-
-
-class BasketOptions(TrainOptions):
-    basket: Basket
-    dessert: SerializeAsAny[Fruit]
-
-
-class BasketRun(RunConfig, BasketOptions):
-    pass
-
-
-class BasketWorkflow(Workflow):
-    runs: dict[str, BasketRun] = Field(min_length=1)  # type: ignore[assignment]
-
-
-@pytest.fixture
-def basket(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BasketWorkflow]:
-    """Check a workflow with two more sections: one maps names of choices to options, one is a choice itself."""
-    choices = {"apple": Apple, "melon": Melon}
-    monkeypatch.setitem(plugin.BUILT_IN, "fruit", choices)
-    monkeypatch.setitem(OPTIONS, "train", BasketOptions)
-    return lambda **sections: check_config(config.tree(**sections), workflow=BasketWorkflow)
-
-
-def test_a_new_section_is_a_class_and_a_line_in_the_options_of_its_stage(basket: Callable[..., Workflow]) -> None:
-    runs = {"demo": {"corpus": "pbmc"}, "big": {"corpus": "pbmc", "basket": {"size": 9}}}
-    workflow = basket(basket={"fruits": {"melon": None}}, runs=runs)
-    demo, big = (workflow.section("train", name) for name in runs)
-    assert demo["basket"] == {"size": 2, "fruits": {"melon": {"name": "melon", "ripe": True, "weight_kg": None}}}
-    assert demo["dessert"] == {"name": "apple", "ripe": True, "seeds": 3}
-    assert big == demo | {"basket": demo["basket"] | {"size": 9}}
-    assert check_options(OPTIONS["train"], json.loads(json.dumps(big)), "--options").model_dump(mode="json") == big
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ("basket: {siez: 1}", "basket: unknown key 'siez'; did you mean 'size'?"),
-        ("basket: {fruits: {aple: null}}", "basket.fruits: aple: unknown fruit 'aple'; did you mean 'apple'?"),
-        ("basket: {fruits: {apple: {seed: 1}}}", "basket.fruits: apple: unknown key 'seed'; did you mean 'seeds'?"),
-        ("basket: {fruits: [apple]}", "basket.fruits: expected a mapping of names, got ['apple']"),
-        ("basket: {fruits: {apple: 3}}", "basket.fruits: apple: expected a mapping of options, got 3"),
-        ("dessert: {name: melon, seeds: 3}", "dessert: unknown key 'seeds'; there are: name, ripe, weight_kg"),
-        ("dessert: {seeds: 0}", "dessert: seeds: input should be greater than or equal to 1, got 0"),
-        ("runs: {demo: {corpus: pbmc, dessert: 3}}", "runs.demo.dessert: expected a mapping with `name`, got 3"),
-    ],
-)
-def test_options_of_a_choice_are_refused_in_one_line(
-    basket: Callable[..., Workflow], sections: str, message: str
-) -> None:
-    given = yaml.safe_load(f"{{{sections}}}")
-    with refused(f"config/config.yaml: {message}"):
-        basket(**given)
-    if "unknown fruit" not in message:  # an installed package may have more than the schema knows
-        with pytest.raises(jsonschema.ValidationError):
-            validate(GOOD | given)
-
-
-def test_a_run_that_names_another_choice_inherits_only_the_options_of_the_contract(
-    basket: Callable[..., Workflow],
-) -> None:
-    own = {"same": {"name": "apple"}, "other": {"name": "melon"}, "more": {"seeds": 5}, "none": None}
-    runs = {name: {"corpus": "pbmc", "dessert": dessert} for name, dessert in own.items()}
-    workflow = basket(dessert={"seeds": 7, "ripe": False}, runs=runs)
-    assert {name: workflow.section("train", name)["dessert"] for name in runs} == {
-        "same": {"name": "apple", "ripe": False, "seeds": 7},
-        "other": {"name": "melon", "ripe": False, "weight_kg": None},
-        "more": {"name": "apple", "ripe": False, "seeds": 5},
-        "none": {"name": "apple", "ripe": False, "seeds": 7},
-    }
-
-
-GOOD: dict[str, Any] = {"corpora": {"a": None}, "runs": {"demo": {"corpus": "a"}}}
-
-
-def validate(tree: dict[str, Any]) -> None:
-    jsonschema.validate(tree, option_docs.schema(BasketWorkflow))
-
-
-def test_a_new_section_is_documented_and_in_the_schema(basket: Callable[..., Workflow]) -> None:
-    text = option_docs.readme(BasketWorkflow)
-    table = "| key | type | default | |\n|---|---|---|---|\n"
-    choice = f"{table}| `ripe` | yes/no | `true` | Ready to eat. |\n"
-    assert (
-        "## basket\n\nProvisions of a run. Read by: `train`.\n\n"
-        f"{table}| `size` | integer, ≥ 1 | `2` | Its size. |\n"
-        "| `fruits` | mapping of fruit names to options | none | What is in it. |\n\n"
-        "Options of each fruit in `basket.fruits`:\n\n"
-        f"### fruit `apple`\n\nA fruit of trees.\n\n{choice}| `seeds` | integer, ≥ 1 | `3` | Seeds of one. |\n\n"
-        f"### fruit `melon`\n\nA fruit of fields.\n\n{choice}| `weight_kg` | number, > 0, or null | `null` |"
-    ) in text
-    assert "## dessert\n\nThe fruit is chosen by `name`, by default `apple`. Read by: `train`." in text
-    run: dict[str, Any] = {"corpus": "a", "dessert": None, "basket": {"fruits": {"melon": {"weight_kg": "3e-1"}}}}
-    validate(GOOD | {"runs": {"b": run}, "dessert": {"seeds": 3}, "basket": None})
-    validate(GOOD | {"dessert": {"name": "installed", "any": 3}, "basket": {"fruits": {"installed": {"any": 3}}}})
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -99,7 +99,7 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
     got = [b.genes[s:e].tolist() for b in batches for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])]
     rows = [[vocabulary.gene_ids.index(gene) + len(SPECIAL) for gene in cell][:8] for cell in kept]
     assert sorted(got) == sorted(rows)
-    with pytest.raises(ConfigError, match=r"its cells are ranks without counts, which the objective needs; set obj"):
+    with pytest.raises(ConfigError, match=r"it has ranks without counts, which the objective needs; set obj"):
         check_rows(tokens, manifest, "shards", counted=True)
     for other in ("continuous", "binned", "sequence"):
         with pytest.raises(ConfigError, match=rf"ranks without counts, tokens\.tokenizer is {other}; set rank"):

@@ -93,7 +93,7 @@ WRONG = {
     ),
     "duplicate": (
         "from\tto\nT\tT cell\n\nT\tT lymphocyte\n",
-        "{map}, line 4: 'T' is also in line 2; remove one of them",
+        "{map}, line 4: 'T' is also in line 2; remove one",
     ),
     "no label": ("from\tto\n\tT cell\n", "{map}, line 2: expected a label in column from, got none; fill it in"),
     "empty": (

@@ -41,75 +41,44 @@ def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_
     assert layout(Parallel.model_validate(options), world, local_world) == expected
 
 
-OR_PROFILE = ", or change nodes and nproc_per_node in the profile"
-HYBRID = "parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {}; set it to null"
+OR_PROFILE = ", or change the profile"
+HYBRID = "parallel.shard_size requires HYBRID_SHARD, got {}; set it to null"
+TWO_GROUPS = "parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer"
 IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
     ({"shard_size": 4}, 6, 6, "parallel.shard_size 4 does not divide 6 processes; use 3" + OR_PROFILE),
     ({"tp": 3}, 8, 8, "parallel.tp 3 does not divide 8 processes; use 2" + OR_PROFILE),
     ({"pp": 3}, 8, 8, "parallel.pp 3 does not divide 8 processes; use 2" + OR_PROFILE),
-    (
-        {"pp": 2, "tp": 3},
-        8,
-        8,
-        "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE,
-    ),
+    ({"pp": 2, "tp": 3}, 8, 8, "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE),
     (
         {"pp": 2, "tp": 2, "shard_size": 3},
-        16,
-        8,
-        "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2" + OR_PROFILE,
+        *(16, 8, "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2" + OR_PROFILE),
     ),
-    ({"tp": 4}, 12, 6, "parallel.tp 4 does not divide the 6 processes of a node; use 3, or set parallel.shard_size"),
-    (
-        {"tp": 2, "shard_size": 8},
-        12,
-        12,
-        "parallel.shard_size 8 does not divide 6 groups of tp 2; use 6" + OR_PROFILE,
-    ),
+    ({"tp": 4}, 12, 6, "parallel.tp 4 does not divide the 6 processes of a node; use 3" + OR_PROFILE),
     ({"strategy": "ddp", "shard_size": 2}, 4, 4, HYBRID.format("strategy ddp")),
     ({"sharding_strategy": "FULL_SHARD", "shard_size": 2}, 4, 4, HYBRID.format("FULL_SHARD")),
-    (
-        {"cpu_offload": "full", "tp": 2, "pp": 2},
-        4,
-        4,
-        "parallel.cpu_offload full requires two data-parallel processes, got one: 4 processes with pp 2 x tp 2; "
-        "set cpu_offload to optimizer" + OR_PROFILE,
-    ),
+    ({"cpu_offload": "full", "tp": 2, "pp": 2}, 4, 4, TWO_GROUPS),
 ]
 STAGES = "parallel.pp {} with schedule {} has {} pipeline stages for model.layers {}, and each needs a block; use {}"
+ALONE = "parallel.{0} requires parallel.{1} > 1; set {1}, or leave {0} out"
 EXCLUDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; use 3"),
     ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; use 1"),
-    (
-        {},
-        {"sequence_parallel": True},
-        "parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no",
-    ),
+    ({}, {"sequence_parallel": True}, "parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"),
     ({"layers": 6}, {"pp": 4, "schedule": "ZBV"}, STAGES.format(4, "ZBV", 8, 6, "pp 3")),
-    ({"layers": 3}, {"pp": 4}, STAGES.format(4, "1F1B", 4, 3, "pp 3")),
+    ({"layers": 3}, {"pp": 2, "schedule": "DualPipeV"}, STAGES.format(2, "DualPipeV", 4, 3, "1F1B, or pp 1")),
+    ({}, {"schedule": "ZBV"}, ALONE.format("schedule", "pp")),
+    ({}, {"microbatches": 8}, ALONE.format("microbatches", "pp")),
     (
-        {"layers": 3},
-        {"pp": 2, "schedule": "DualPipeV"},
-        STAGES.format(2, "DualPipeV", 4, 3, "schedule 1F1B, or set pp to 1"),
-    ),
-    ({}, {"schedule": "ZBV"}, "parallel.schedule requires parallel.pp > 1; set pp, or leave schedule out"),
-    ({}, {"microbatches": 8}, "parallel.microbatches requires parallel.pp > 1; set pp, or leave microbatches out"),
-    (
-        {},
-        {"cpu_offload": "full", "strategy": "ddp"},
-        "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to optimizer",
+        *({}, {"cpu_offload": "full", "strategy": "ddp"}),
+        "parallel.cpu_offload full requires strategy fsdp, got ddp; set fsdp, or cpu_offload to optimizer",
     ),
     (
-        {},
-        {"compile": True, "activation_checkpointing": "selective"},
-        "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "
-        "by itself; set it to null or full",
+        *({}, {"compile": True, "activation_checkpointing": "selective"}),
+        "parallel.activation_checkpointing selective has no effect with compile; set it to null or full",
     ),
     (
-        {},
-        {"compile": True, "pp": 2, "schedule": "ZBV"},
-        "parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no, or schedule to "
-        "Interleaved1F1B",
+        *({}, {"compile": True, "pp": 2, "schedule": "ZBV"}),
+        "parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no",
     ),
 ]
 

@@ -93,7 +93,9 @@ def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
         "assay",
         "lane",
     ]
-    with pytest.raises(ValueError, match=r"^cannot be read \(.+\); expected a condition such as is_primary_data and"):
+    with pytest.raises(
+        ValueError, match=r"^filter: cannot be read \(.+\); expected a condition such as is_primary_data and"
+    ):
         filter_columns("age ==")
 
 

@@ -16,7 +16,7 @@ from cellmill.config.load import top_level
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
 from cellmill.config.plugin import Plugin
-from cellmill.config.workflow import entries_of, sections_of
+from cellmill.config.workflow import ENTRIES, sections_of
 from cellmill.files import sha256_file
 from cellmill.stages import plan
 from tests.distributed.pool import Pool
@@ -149,7 +149,7 @@ def options_of(section: type[Any]) -> set[str]:
 
 def test_every_option_has_an_entry() -> None:
     sections = {name: options_of(section) for name, section in top_level().items() if section is not None}
-    for name, owner in entries_of().items():
+    for name, owner in ENTRIES.items():
         sections[name] = set(owner.model_fields) - set(sections_of(owner))
     every = {f"{section}.{option}" for section, options in sections.items() for option in options}
     changed = {".".join(case) for changes in (CORPUS, PLAN, TRAIN) for case in cases(changes)}

@@ -358,7 +358,7 @@ BERT_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"position_embedding_type": "relative_key"}, "position_embedding_type: expected absolute, got 'relative_key'"),
     ({"intermediate_size": 32}, r"expected a tensor of shape \(32, 16\) for blocks.0.up.weight, got \(24, 16\)"),
     ({"hidden_size": 18, "num_attention_heads": 3}, "queries, keys and values of 3 equal heads, got 16 rows"),
-    ({"max_position_embeddings": 2}, "expected more than the 2 of <cls> and <eos>, got 2"),
+    ({"max_position_embeddings": 2}, "max_position_embeddings: expected a whole number from 3, got 2"),
 ]
 SCGPT_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"input_emb_style": "category"}, "expected post-norm blocks over continuous values, but input_emb_style is"),

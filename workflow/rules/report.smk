@@ -17,7 +17,7 @@ rule sweep:
     conda:
         "../../envs/cellmill.yaml"
     params:
-        values=jobs.sweep_values,
+        values=jobs.options("sweep"),
     shell:
         "cellmill sweep --values {params.values:q} --runs results/runs --out {output.table:q}" " 2>&1 | tee -i {log:q}"
 

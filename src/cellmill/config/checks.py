@@ -5,7 +5,9 @@ ConfigError.
 """
 
 import math
-from typing import Protocol
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Parallel, divisors, layout, nearest
@@ -16,50 +18,93 @@ from cellmill.errors import ConfigError
 
 def check_together(options: TrainOptions) -> None:
     """Refuse options of different sections that exclude each other, naming both."""
-    _check_objective(options)
-    _check_tensor_parallel(options.model, options.parallel)
-    _check_pipeline(options.model, options.parallel)
-    if options.parallel.compile and not options.model.compiles:
-        raise ConfigError(f"parallel.compile: family {options.model.family} is not compiled; set compile to no")
-    if options.parallel.compile:
-        _check_compile(options.parallel)
-    if options.parallel.tf32 and options.parallel.half_precision:
-        raise ConfigError(
-            f"parallel.tf32 has no effect with precision {options.parallel.precision}; set tf32 to no, or precision to "
-            "32-true"
+    layouts = _problems_of_layout(options.model, options.parallel)
+    for problem in chain(_problems_of_objective(options), layouts, _problems_of_training(options)):
+        raise ConfigError(problem)
+
+
+def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
+    model, objective, tokens = options.model, options.objective, options.tokens
+    for part in objective.each():
+        if part.name not in model.objectives and model.family not in part.families:
+            key = f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
+            serves = ", ".join(model.objectives) or "none"
+            yield f"{key}: family {model.family} serves {serves}; choose one of these, or another model.family"
+    if tokens.value_kind not in model.value_kinds:
+        yield (
+            f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
+            f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
         )
-    if options.parallel.cpu_offload == "full" and options.parallel.strategy == "ddp":
-        raise ConfigError(
-            "parallel.cpu_offload full requires strategy fsdp, got ddp; set strategy to fsdp, or cpu_offload to "
-            "optimizer"
+    if tokens.covariates and not model.covariates:
+        yield f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or use encoder"
+    if tokens.zero_frac and (without := [part.name for part in objective.each() if not part.reads_zeros]):
+        yield f"tokens.zero_frac: objective {without[0]} has no use for genes without counts; set it to 0"
+    if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
+        yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
+    if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
+        yield f"tokens.covariates: {labels[0]} is also the label that the model is trained to predict; leave it out"
+    try:
+        objective.check_tokens(tokens)
+        model.check_with(objective, tokens)
+    except ValueError as error:
+        yield str(error)
+
+
+def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str]:
+    tp, pp, schedule, stages = parallel.tp, parallel.pp, parallel.schedule, parallel.stages
+    if parallel.sequence_parallel and tp == 1:
+        yield "parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"
+    if tp > 1 and not model.tp_sizes():
+        yield f"parallel.tp {tp}: family {model.family} does not support tensor parallelism; set tp to 1"
+    if parallel.sequence_parallel and not model.sequence_parallel:
+        yield f"parallel.sequence_parallel: blocks of family {model.family} pass on cells, not tokens; set it to no"
+    for name, size in model.tp_sizes().items():
+        if size % tp:
+            possible = divisors(math.gcd(*model.tp_sizes().values()))
+            yield f"parallel.tp {tp} does not divide {name} {size}; use {nearest(tp, possible)}"
+    if pp == 1:
+        for name in ("schedule", "microbatches"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                yield f"parallel.{name} requires parallel.pp > 1; set pp, or leave {name} out"
+    if pp > 1 and not model.pp_sizes():
+        yield f"parallel.pp {pp}: family {model.family} does not support pipelines; set pp to 1"
+    for name, size in model.pp_sizes().items():
+        if pp > 1 and size < stages:
+            most = size * pp // stages
+            fewer = f"pp {most}" if most > 1 else "1F1B, or pp 1" if stages > pp else "pp 1"
+            yield (
+                f"parallel.pp {pp} with schedule {schedule} has {stages} pipeline stages for {name} {size}, and each "
+                f"needs a block; use {fewer}"
+            )
+    if parallel.compile and not model.compiles:
+        yield f"parallel.compile: family {model.family} is not compiled; set compile to no"
+    if parallel.compile and parallel.activation_checkpointing == "selective":
+        yield "parallel.activation_checkpointing selective has no effect with compile; set it to null or full"
+    if parallel.compile and schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
+        yield f"parallel.schedule {schedule} splits the backward pass, which compile fuses; set compile to no"
+
+
+def _problems_of_training(options: TrainOptions) -> Iterator[str]:
+    tokens, stream, parallel, train = options.tokens, options.stream, options.parallel, options.train
+    if parallel.tf32 and parallel.half_precision:
+        yield f"parallel.tf32 has no effect with precision {parallel.precision}; set tf32 to no, or 32-true"
+    if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
+        yield "parallel.cpu_offload full requires strategy fsdp, got ddp; set fsdp, or cpu_offload to optimizer"
+    if parallel.reduces_each_micro_batch and not parallel.shards_gradients:
+        yield (
+            "parallel.gradient_reduction micro_batch requires fsdp with sharded gradients and no pipeline, got "
+            f"{parallel.strategy}, {parallel.sharding_strategy} and pp {parallel.pp}; set it to step"
         )
-    if options.parallel.reduces_each_micro_batch and not options.parallel.shards_gradients:
-        raise ConfigError(
-            "parallel.gradient_reduction micro_batch requires strategy fsdp with sharded gradients and without a "
-            f"pipeline, got strategy {options.parallel.strategy}, sharding_strategy "
-            f"{options.parallel.sharding_strategy}, pp {options.parallel.pp}; set gradient_reduction to step"
-        )
-    if options.parallel.cpu_offload is not None and options.train.optimizer.offloaded is None:
-        raise ConfigError(
-            f"parallel.cpu_offload {options.parallel.cpu_offload} requires train.optimizer adamw, got "
-            f"{options.train.optimizer.name}; set cpu_offload to null, or optimizer to adamw"
-        )
-    if options.stream.labelled_frac is not None and options.stream.weight_by is None:
-        raise ConfigError(
-            f"stream.labelled_frac {options.stream.labelled_frac:g} requires stream.weight_by; set it to an obs column "
-            "of labels, or leave labelled_frac out"
-        )
-    if options.tokens.max_tokens > options.train.token_budget:
-        raise ConfigError(
-            f"tokens.max_tokens {options.tokens.max_tokens} exceeds train.token_budget {options.train.token_budget}: "
-            "one cell would not fit; raise the budget or lower max_tokens"
-        )
-    batch, lanes = options.train.global_batch, options.stream.lanes
+    if parallel.cpu_offload is not None and train.optimizer.offloaded is None:
+        yield f"parallel.cpu_offload requires train.optimizer adamw, got {train.optimizer.name}; set one of them"
+    if stream.labelled_frac is not None and stream.weight_by is None:
+        yield "stream.labelled_frac requires stream.weight_by, an obs column of labels; set both, or neither"
+    if tokens.max_tokens > train.token_budget:
+        yield f"tokens.max_tokens {tokens.max_tokens} exceeds train.token_budget {train.token_budget}; lower max_tokens"
+    batch, lanes = train.global_batch, stream.lanes
     if batch % lanes:
-        raise ConfigError(
-            f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {batch}; set "
-            f"{max(1, round(batch / lanes)) * lanes}"
-        )
+        fitting = max(1, round(batch / lanes)) * lanes
+        yield f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {batch}; set {fitting}"
 
 
 def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
@@ -91,130 +136,20 @@ def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
     return f"stream.lanes {dp} with train.global_batch {max(1, round(global_batch / dp)) * dp}"
 
 
-class Rows(Protocol):
-    """Kind of the rows of a file or of shards."""
+def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) -> None:
+    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs counts.
 
-    @property
-    def ordered(self) -> bool:
-        """Sequences, or genes in rank order."""
-
-    @property
-    def ranked(self) -> bool:
-        """Genes in rank order, without counts."""
-
-
-def check_rows(tokens: Tokens, rows: Rows, source: str, counted: bool = False) -> None:
-    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs counts."""
+    `rows` is a file or shards: `ordered` if sequences or genes in rank order, `ranked` if the latter, without counts.
+    """
     if rows.ranked:
-        choose = None if tokens.value_kind in ("none", "place") and not tokens.sequences else "rank"
-        if choose is not None:
-            raise ConfigError(
-                f"{source}: its cells are ranks without counts, tokens.tokenizer is {tokens.tokenizer}; set {choose}"
-            )
-        if counted:
-            raise ConfigError(
-                f"{source}: its cells are ranks without counts, which the objective needs; set objective.name to "
-                "masked_gene or next_gene"
-            )
-        return
-    if tokens.sequences == rows.ordered:
-        return
-    have, choose = ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
-    raise ConfigError(f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}")
-
-
-def _check_objective(options: TrainOptions) -> None:
-    model, objective, tokens = options.model, options.objective, options.tokens
-    for part in objective.each():
-        if part.name in model.objectives or model.family in part.families:
-            continue
-        key = f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
+        have, choose = "ranks without counts", "rank"
+        suits = tokens.value_kind in ("none", "place") and not tokens.sequences
+    else:
+        have, choose = ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
+        suits = tokens.sequences == rows.ordered
+    if not suits:
+        raise ConfigError(f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}")
+    if rows.ranked and counted:
         raise ConfigError(
-            f"{key}: family {model.family} serves {', '.join(model.objectives) or 'none'}; "
-            "choose one of these, or another model.family"
-        )
-    if tokens.value_kind not in model.value_kinds:
-        raise ConfigError(
-            f"tokens.tokenizer {tokens.tokenizer} has values of kind {tokens.value_kind}, family {model.family} embeds "
-            f"{', '.join(model.value_kinds) or 'none'}; choose another tokenizer or family"
-        )
-    if tokens.covariates and not model.covariates:
-        raise ConfigError(
-            f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or choose "
-            "model.family encoder"
-        )
-    if tokens.zero_frac:
-        for part in objective.each():
-            if not part.reads_zeros:
-                raise ConfigError(
-                    f"tokens.zero_frac: objective {part.name} has no use for genes without counts; set it to 0, or "
-                    "choose masked_value or masked_gene"
-                )
-    if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
-        raise ConfigError(
-            "objective.adversarial_scale: expected another objective beside it, got a model that learns to hide a "
-            "label and nothing else; make it a part of objective sum"
-        )
-    if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
-        raise ConfigError(
-            f"tokens.covariates: {labels[0]} is also objective.label_column, and the model would read the label that "
-            "it is trained to tell; leave it out of covariates"
-        )
-    try:
-        objective.check_tokens(tokens)
-        model.check_with(objective, tokens)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_tensor_parallel(model: FamilyConfig, parallel: Parallel) -> None:
-    tp = parallel.tp
-    if tp == 1:
-        if parallel.sequence_parallel:
-            raise ConfigError("parallel.sequence_parallel requires parallel.tp > 1; set tp, or sequence_parallel to no")
-        return
-    cut = model.tp_sizes()
-    if not cut:
-        raise ConfigError(f"parallel.tp {tp}: family {model.family} does not support tensor parallelism; set tp to 1")
-    if parallel.sequence_parallel and not model.sequence_parallel:
-        raise ConfigError(
-            f"parallel.sequence_parallel: rows between the blocks of family {model.family} are cells, not tokens; set "
-            "sequence_parallel to no"
-        )
-    possible = divisors(math.gcd(*cut.values()))
-    for name, size in cut.items():
-        if size % tp:
-            raise ConfigError(f"parallel.tp {tp} does not divide {name} {size}; use {nearest(tp, possible)}")
-
-
-def _check_pipeline(model: FamilyConfig, parallel: Parallel) -> None:
-    pp, schedule, stages = parallel.pp, parallel.schedule, parallel.stages
-    if pp == 1:
-        for name in ("schedule", "microbatches"):
-            if getattr(parallel, name) != Parallel.model_fields[name].default:
-                raise ConfigError(f"parallel.{name} requires parallel.pp > 1; set pp, or leave {name} out")
-        return
-    blocks = model.pp_sizes()
-    if not blocks:
-        raise ConfigError(f"parallel.pp {pp}: family {model.family} does not support pipelines; set pp to 1")
-    for name, size in blocks.items():
-        if size < stages:
-            most = size * pp // stages
-            fewer = "use schedule 1F1B, or set pp to 1" if stages > pp else "set pp to 1"
-            raise ConfigError(
-                f"parallel.pp {pp} with schedule {schedule} has {stages} pipeline stages for {name} {size}, and each "
-                f"needs a block; {f'use pp {most}' if most > 1 else fewer}"
-            )
-
-
-def _check_compile(parallel: Parallel) -> None:
-    if parallel.activation_checkpointing == "selective":
-        raise ConfigError(
-            "parallel.activation_checkpointing selective has no effect with compile, which selects what to recompute "
-            "by itself; set it to null or full"
-        )
-    if parallel.schedule in ("InterleavedZeroBubble", "ZBV", "DualPipeV"):
-        raise ConfigError(
-            f"parallel.schedule {parallel.schedule} splits the backward pass, which compile fuses; set compile to no, "
-            "or schedule to Interleaved1F1B"
+            f"{source}: it has {have}, which the objective needs; set objective.name to masked_gene or next_gene"
         )

@@ -42,19 +42,16 @@ class Preprocess(Section):
     """Tab-separated file of orthologs to use instead of the packaged table: a header with the names of both organisms,
     then Ensembl ids; only pairs whose genes occur once are used. Requires reference_organism."""
     organism_column: bool = False
-    """Add obs column `organism` to the cells: human or mouse, from their dataset. Datasets of both can then form one
-    corpus without reference_organism, each with its own genes, and tokens.covariates: [organism] tells the model the
-    organism."""
+    """Add obs column `organism`, human or mouse, to the cells. Datasets of both can then form one corpus without
+    reference_organism, each with its own genes, and tokens.covariates: [organism] tells the model the organism."""
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(1, ge=1)
     """Drop cells with fewer counts (sequences with fewer residues); cells without counts are always dropped."""
-    max_mito_frac: float = Field(0.2, ge=0, le=1)
-    """Drop cells with a larger fraction of mitochondrial counts; 1 keeps all."""
+    max_mito_frac: float = Field(0.2, ge=0, le=1, description="Largest mitochondrial fraction of a cell; 1 keeps all.")
     min_cells: int = Field(0, ge=0)
     """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on the other cells
     of its file. `vocabulary.min_cells` counts over the corpus."""
-    min_coverage_frac: float = Field(0.5, ge=0, le=1)
-    """Minimum fraction of a dataset's genes that map to an Ensembl id."""
+    min_coverage_frac: float = Field(0.5, ge=0, le=1, description="Minimum fraction of genes with an Ensembl id.")
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = None
@@ -71,8 +68,7 @@ class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
     min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(None, ge=1)
-    """Maximum number of genes, chosen by `select`; null keeps all."""
+    max_genes: int | None = Field(None, ge=1, description="Maximum number of genes, chosen by `select`; null: all.")
     select: Literal["detected", "seurat", "seurat_v3"] = "detected"
     """Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of the corpus, by
     this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`)."""

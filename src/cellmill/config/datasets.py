@@ -1,7 +1,7 @@
 """The table of datasets: rows of a tab-separated file, URLs of inputs, filters of cells, and label maps. Torch-free.
 
-A row is one line: a quote that is not closed on its line, which the csv module would continue through the rows below,
-is an error, so that no row can vanish. The csv module is used instead of pandas, which takes a second to import.
+The csv module reads one line at a time: a quote that is not closed on its line, which it would continue through the
+rows below, is an error, so that no row can vanish. pandas would take a second to import.
 """
 
 import ast
@@ -9,14 +9,14 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from cellmill.config.corpus import INPUTS, NOT_WILDCARD, RESERVED, ROLES, Preprocess
-from cellmill.config.section import Section, error_line, explain
+from cellmill.config.section import Section, error_line, explain, shown
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
 
@@ -24,19 +24,15 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which 
 MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
 
 
-def check_name(name: str) -> str:
+def check_name(name: Any) -> str:
     """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
+    if isinstance(name, str) and not re.fullmatch(NAME, name):
+        raise ValueError(f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit")
+    if not isinstance(read := yaml.safe_load(name) if isinstance(name, str) else name, str):
+        raise ValueError(f"YAML reads the name {name} as {read}; add a letter to it")
     if len(name) > MAX_NAME:
         raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
-    if not re.fullmatch(NAME, name):
-        wrong = next((character for character in name if not re.fullmatch(r"[A-Za-z0-9_.-]", character)), name[:1])
-        fault = "names a folder" if "/" in name or name in ("", ".", "..") else f"has {wrong!r}"
-        where = " at its beginning" if wrong in ("_", ".", "-") and not fault.startswith("names") else ""
-        raise ValueError(f"{name!r} {fault}{where}; use letters, digits, '_', '.' and '-'")
-    if not isinstance(read := yaml.safe_load(name), str):
-        read = "nothing" if read is None else f"{read}"
-        raise ValueError(f"the name {name} is {read} in YAML, so no option could give it; add a letter to it")
-    return name
+    return str(name)
 
 
 class ObsColumns(Section):
@@ -46,8 +42,7 @@ class ObsColumns(Section):
     """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in backticks` `` if
     the name has spaces) with strings, numbers and lists, joined by and, or, not."""
     label: str | None = None
-    """obs column that the probes predict, or several, separated by |; empty for no probes. Kept whatever
-    preprocess.keep_obs says."""
+    """obs column that the probes predict, or several, separated by |; kept whatever preprocess.keep_obs says."""
     label_name: str | None = None
     """Name of the label in preprocessed cells, so that datasets whose columns have other names share one; of several
     labels one for each, separated by |. Empty for the name of the column."""
@@ -65,18 +60,12 @@ class ObsColumns(Section):
     control: str | None = None
     """Value of the perturbation column (of the condition column if the dataset has no perturbations) that marks
     untreated cells: `is_control` of preprocessed cells."""
-    dose: str | None = None
-    """obs column of the dose, a number; preprocessed cells have it as `dose`."""
-
-    @field_validator("filter")
-    @classmethod
-    def _filter_is_a_condition(cls, value: str | None) -> str | None:
-        if value is not None:
-            filter_columns(value)
-        return value
+    dose: str | None = Field(None, description="obs column of a dose, a number; preprocessed cells have it as `dose`.")
 
     def problems(self) -> Iterator[str]:
         labels, names = self.labels, self.label_names
+        if self.filter is not None:
+            filter_columns(self.filter)
         for key in ("label_name", "label_map"):
             given = getattr(self, key)
             if given is not None and (n := len(given.split("|"))) != len(labels):
@@ -125,6 +114,45 @@ class ObsColumns(Section):
 NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(
+    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)", re.I
+)
+
+
+def is_url(text: str) -> bool:
+    """True if an input is a URL, such as `s3://bucket/cells.h5ad`."""
+    return _URL.match(text) is not None
+
+
+def input_path(text: str) -> Path | str:
+    """A URL as it is, anything else as a path, which would lose a slash of `s3://`."""
+    return text if is_url(text) else Path(text)
+
+
+def redacted(url: str) -> str:
+    """The URL without user, password, query and fragment, for messages."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def check_url(text: str) -> str:
+    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or chained protocols."""
+    if not is_url(text):
+        return text
+    parts = urlsplit(text)
+    secrets = [f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)]
+    user = parts.netloc.rpartition("@")[0]
+    if user and (":" in user or parts.scheme not in ("abfs", "abfss")):  # abfss://CONTAINER@ACCOUNT…
+        secrets.append("a user before @")
+    if secrets:
+        problem = f"has credentials ({secrets[0]}), which logs would show; give them by the environment"
+        raise ConfigError(f"{redacted(text)}: {problem}")
+    if "::" in text:
+        raise ConfigError(f"{redacted(text)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad")
+    return text
+
+
 class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
@@ -136,8 +164,7 @@ class Dataset(ObsColumns):
     )
     counts: str = "X"
     """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file."""
-    round_counts: bool = False
-    """Round fractional counts, such as those of RSEM and SoupX, to the nearest whole number."""
+    round_counts: bool = Field(False, description="Round fractional counts, as of RSEM and SoupX, to whole numbers.")
     organism: Literal["human", "mouse", "none"] | None = None
     """preprocess.organism of this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
@@ -147,13 +174,7 @@ class Dataset(ObsColumns):
     licence: str | None = Field(None, description="Licence of the data, for the report.")
 
     _name_is_usable = field_validator("dataset")(check_name)
-
-    @field_validator("path")
-    @classmethod
-    def _has_no_credentials(cls, path: str) -> str:
-        if is_url(path):
-            check_url(path)
-        return path
+    _has_no_credentials = field_validator("path")(check_url)
 
     def preprocess(self, section: Preprocess) -> Preprocess:
         """The corpus's options, overridden by the dataset's."""
@@ -190,15 +211,14 @@ def read_rows(
         raise ConfigError(f"{table}: {error.strerror}; expected {what}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
-    header, *rows = [_cells(table, number, line) for number, line in enumerate(lines, start=1)]
+    header, *rows = [_cells(f"{table}, line {number}", line) for number, line in enumerate(lines, start=1)]
     while header and not header[-1].strip():  # spreadsheets save empty columns behind the others
         header.pop()
-    if "" in map(str.strip, header):
-        raise ConfigError(f"{table}: column {header.index('') + 1} of the header has no name; name or remove it")
-    if unknown := [name for name in header if name not in known]:
-        raise ConfigError(f"{table}: unknown column {unknown[0][:80]!r}; {did_you_mean(unknown[0], known)}")
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise ConfigError(f"{table}: two columns are called {twice[0]!r}; remove one")
+    for name in header:
+        if name not in known:
+            raise ConfigError(f"{table}: unknown column {name[:80]!r}; {did_you_mean(name, known)}")
+        if header.count(name) > 1:
+            raise ConfigError(f"{table}: two columns are called {name!r}; remove one")
     if lacking := [name for name in required if name not in header]:
         raise ConfigError(f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it")
     filled = []
@@ -210,55 +230,13 @@ def read_rows(
     return filled
 
 
-def _cells(table: Path, number: int, line: str) -> list[str]:
-    if "\0" in line:
-        raise ConfigError(f"{table}, line {number}: a NUL character; save the table as tab-separated UTF-8")
+def _cells(where: str, line: str) -> list[str]:
     try:
+        if "\0" in line:
+            raise csv.Error("a NUL character")
         return next(csv.reader([line.removesuffix("\r")], delimiter="\t", strict=True), [])
     except csv.Error as error:
-        if "field limit" in str(error):
-            reason = f"a cell of more than {csv.field_size_limit():,} characters; shorten it"
-        else:
-            reason = f'a cell begins with " and does not end with it ({error}); remove the quote, or close it'
-        raise ConfigError(f"{table}, line {number}: {reason}") from None
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(
-    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)", re.I
-)
-
-
-def is_url(text: str) -> bool:
-    """True if an input is a URL, such as `s3://bucket/cells.h5ad`."""
-    return _URL.match(text) is not None
-
-
-def input_path(text: str) -> Path | str:
-    """A URL as it is, anything else as a path, which would lose a slash of `s3://`."""
-    return text if is_url(text) else Path(text)
-
-
-def redacted(url: str) -> str:
-    """The URL without user, password, query and fragment, for messages."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError for a URL that has credentials, which commands and logs would show, or chains protocols."""
-    parts = urlsplit(url)
-    named = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if _SECRET.search(name)]
-    user = parts.netloc.rpartition("@")[0]
-    is_container = parts.scheme in ("abfs", "abfss") and user and ":" not in user  # abfss://CONTAINER@ACCOUNT…
-    if (user and not is_container) or named:
-        where = f"parameter {named[0]}" if named else "a user before @"
-        raise ConfigError(
-            f"{redacted(url)}: has credentials ({where}), which logs would show; give them by the environment, as the "
-            "protocol's package reads them, and leave them out of the URL"
-        )
-    if "::" in url:
-        raise ConfigError(f"{redacted(url)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad")
+        raise ConfigError(f"{where}: {error}; save UTF-8 text with tabs, short cells and quotes that end") from None
 
 
 _QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")  # text, or a name in backticks
@@ -276,18 +254,18 @@ def filter_columns(condition: str) -> list[str]:
     try:
         tree = ast.parse(_QUOTED.sub(plain, condition).strip(), mode="eval")
     except SyntaxError as error:
-        example = """is_primary_data and assay == "10x 3' v3" """.strip()
-        raise ValueError(f"cannot be read ({error.msg}); expected a condition such as {example}") from None
+        example = """is_primary_data and assay == "10x 3' v3\""""
+        raise ValueError(f"filter: cannot be read ({error.msg}); expected a condition such as {example}") from None
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names.sort(key=lambda node: (node.lineno, node.col_offset))
     return list(dict.fromkeys(quoted.get(node.id, node.id) for node in names))
 
 
 class MappedLabel(NamedTuple):
-    """One line of the file."""
+    """One line of the file; `to` is None if cells of the label get none."""
 
     line: int
-    to: str | None  # None: cells of the label have none
+    to: str | None
 
 
 def read_label_map(path: Path) -> dict[str, MappedLabel]:
@@ -297,9 +275,7 @@ def read_label_map(path: Path) -> dict[str, MappedLabel]:
         if "from" not in row:
             raise ConfigError(f"{path}, line {line}: expected a label in column from, got none; fill it in")
         if (label := row["from"]) in labels:
-            raise ConfigError(
-                f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one of them"
-            )
+            raise ConfigError(f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one")
         labels[label] = MappedLabel(line, row.get("to"))
     if not labels:
         raise ConfigError(f"{path}: no labels; add a line with the columns from and to for each label to rename")

@@ -6,21 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
-from cellmill.config.plugin import by_name, unknown
-from cellmill.config.plugin import names as installed
-from cellmill.config.section import EachOnce, Section
+from cellmill.config.plugin import by_name, names, unknown
+from cellmill.config.section import EachOnce, Section, leaving_out
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import digest
 
@@ -33,45 +24,29 @@ class ExternalModel(Section):
     """A preset or a command, run for each dataset; its embedding is a row beside the model."""
 
     preset: str | None = None
-    """scvi: scvi-tools, fitted on the dataset's training cells. harmony: principal components of these, corrected over
-    all cells by column `batch` of the table of datasets. The package is in the environment of `--sdm conda`, or of the
-    Python that `bridges` names."""
+    """scvi: fitted on the dataset's training cells. harmony: principal components of these, corrected over all cells by
+    column `batch` of the table. The package is in the environment of `--sdm conda`, or the Python of `bridges`."""
     command: str | None = None
-    """Program and arguments, split like a shell would but run without one; {cells} is the input .h5ad, {out} the .h5ad
-    to write."""
+    """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad, {out} the output."""
     files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
+
+    _dump = leaving_out("preset", "command")
 
     def problems(self) -> Iterator[str]:
         if (self.preset is None) == (self.command is None):
             yield f"expected preset or command, got {'both' if self.preset else 'neither'}; set one of them"
         if self.preset and self.files:
             yield "files: expected none beside a preset; leave them out"
-
-    @field_validator("preset")
-    @classmethod
-    def _is_known(cls, value: str | None) -> str | None:
-        if value is not None and value not in PRESETS:
-            raise ValueError(f"no preset {value!r}; {did_you_mean(value, PRESETS)}")
-        return value
-
-    @field_validator("command")
-    @classmethod
-    def _has_its_places(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        try:
-            words = shlex.split(value)
-        except ValueError as error:
-            raise ValueError(f"expected words as of a shell, got {value!r} ({error})") from None
-        for place in PLACEHOLDERS:
-            if not any(place in word for word in words):
-                raise ValueError(f"expected {place} among its arguments, got {value!r}")
-        return value
-
-    @model_serializer(mode="wrap")
-    def _without_the_other(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options of a command without `preset`: embeddings from before there were presets stay as they are."""
-        return {key: value for key, value in handler(self).items() if value is not None}
+        if self.preset and self.preset not in PRESETS:
+            yield f"preset: no preset {self.preset!r}; {did_you_mean(self.preset, PRESETS)}"
+        if self.command is not None:
+            try:
+                words = shlex.split(self.command)
+            except ValueError as error:
+                yield f"command: expected words as of a shell, got {self.command!r} ({error})"
+            for place in PLACEHOLDERS:
+                if not any(place in word for word in words):
+                    yield f"command: expected {place} among its arguments, got {self.command!r}"
 
     @property
     def note(self) -> str:
@@ -125,8 +100,7 @@ class Evaluate(Section):
     )
     """Tasks to run, by name, each with its options; a run's tasks replace the default ones."""
     classifiers: Annotated[list[str], EachOnce] = Field([])
-    """Classifiers of installed packages (entry points of cellmill.classifier) that tasks fit to labels beside logistic
-    regression and kNN."""
+    """Classifiers of installed packages that tasks fit to labels beside logistic regression and kNN."""
     gate: list[BaselineGate] = Field([])
     """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or features, whose best
     classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the minimum difference
@@ -137,34 +111,22 @@ class Evaluate(Section):
     with {cells} and {out} among its arguments) and `files` (a change of which reruns it): they add rows beside the
     model in the tasks that read only embeddings, but enter no verdict and no gate."""
 
-    @field_validator("classifiers")
-    @classmethod
-    def _are_installed(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if name not in installed("classifier"):
-                raise unknown("classifier", name)
-        return names
+    _dump = leaving_out("classifiers", "gate", "external")
 
     def problems(self) -> Iterator[str]:
+        for name in self.classifiers:
+            if name not in names("classifier"):
+                raise unknown("classifier", name)
         if missing := [gate.task for gate in self.gate if gate.task not in self.tasks]:
             yield f"gate: task {missing[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options without these three where there are none: earlier evaluations stay as they are."""
-        tree: dict[str, Any] = handler(self)
-        return {key: value for key, value in tree.items() if value or key not in ("classifiers", "gate", "external")}
 
 
 def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:
     """Raise ConfigError for a dataset of task `transfer` that is not among the `evaluated` ones."""
     task = evaluate.tasks.get("transfer")
-    if not isinstance(task, TransferConfig):
-        return
-    for option, names in (("fit_on", task.fit_on), ("test_on", task.test_on or [])):
-        for name in names:
+    options = {"fit_on": task.fit_on, "test_on": task.test_on or []} if isinstance(task, TransferConfig) else {}
+    for option, datasets in options.items():
+        for name in datasets:
             if name not in evaluated:
-                raise ConfigError(
-                    f"{where}.tasks.transfer.{option}: {name!r} is not evaluated, only {', '.join(evaluated)}; "
-                    "name one of them, or add it to evaluate.datasets"
-                )
+                wrong = f"{where}.tasks.transfer.{option}: {name!r} is not evaluated"
+                raise ConfigError(f"{wrong}; name one of {', '.join(evaluated)}, or add it to evaluate.datasets")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from cellmill.config.section import Section
 
@@ -43,17 +43,7 @@ def gpus_in(gres: str) -> dict[str, int]:
     return gpus
 
 
-def _one_line(value: str) -> str:
-    if not value.isprintable():
-        raise ValueError(f"expected one line of printable text, got {value!r}")
-    return value
-
-
-Text = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-    AfterValidator(_one_line),
-]
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 class Machine(Section):
@@ -120,6 +110,9 @@ class Machine(Section):
         return "cuda" if self.device == "auto" and self.gpus else self.device
 
     def problems(self) -> Iterator[str]:
+        for key, value in self:
+            if isinstance(value, str) and not value.isprintable():
+                yield f"{key}: expected one line of printable text, got {value!r}"
         if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", self.nodes) or not self.node_counts:
             quotes = """; in a profile a range needs both quotes: "'2-4'\"""" if self.nodes.startswith("-") else ""
             yield f"nodes: expected a number such as 2 or a range such as 1-2, got {self.nodes!r}{quotes}"

@@ -21,12 +21,10 @@ class Parallel(Section):
     of shard_size, replicated across groups (HYBRID_SHARD); or nothing. Ignored by ddp."""
     shard_size: int | None = Field(None, ge=1)
     """Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp."""
-    tp: int = Field(1, ge=1)
-    """Tensor-parallel size: processes that share every matrix and the same cells, best on one node."""
+    tp: int = Field(1, ge=1, description="Tensor-parallel size: processes that share matrices and cells, on one node.")
     sequence_parallel: bool = False
     """Tensor-parallel processes also split the tokens between matrix multiplications, to save memory."""
-    pp: int = Field(1, ge=1)
-    """Pipeline-parallel size: processes that each hold some of the blocks; put them across nodes."""
+    pp: int = Field(1, ge=1, description="Pipeline-parallel size: processes that each hold some blocks, across nodes.")
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = "1F1B"
     """Pipeline schedule; the last four have two pipeline stages per process."""
     microbatches: int | None = Field(None, ge=1)
@@ -36,8 +34,7 @@ class Parallel(Section):
     """When fsdp reduces the gradients of a step with several micro-batches. step: with the last one, keeping whole
     float32 gradients until then; micro_batch: with each, keeping only their shards."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    """Number format of forward and backward. 16-mixed is for GPUs without bfloat16: it scales the loss and skips steps
-    whose gradients overflow."""
+    """Number format of forward and backward. 16-mixed scales the loss and skips steps that overflow."""
     tf32: bool = False
     """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32: several times faster,
     with three decimal digits. No effect on other devices. Not tested on a GPU."""
@@ -110,23 +107,14 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     data = stage // tp
     shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
     if sharding == "HYBRID_SHARD":
-        if parallel.shard_size is None and local_world % tp and tp % local_world:
-            raise ConfigError(
-                f"parallel.tp {tp} does not divide the {local_world} processes of a node; "
-                f"use {nearest(tp, divisors(local_world))}, or set parallel.shard_size"
-            )
+        if parallel.shard_size is None and tp % local_world:
+            _check_divides("tp", tp, local_world, f"the {local_world} processes of a node")
         shards = parallel.shard_size or min(max(1, local_world // tp), data)  # 1 if a tp group spans nodes
         _check_divides("shard_size", shards, data, Layout(data, 1, tp, pp).dp_text)
     elif parallel.shard_size is not None:
-        raise ConfigError(
-            f"parallel.shard_size requires sharding_strategy HYBRID_SHARD, got {sharding}; set it to null"
-        )
+        raise ConfigError(f"parallel.shard_size requires HYBRID_SHARD, got {sharding}; set it to null")
     if parallel.cpu_offload == "full" and data == 1:
-        raise ConfigError(
-            "parallel.cpu_offload full requires two data-parallel processes, got one: "
-            f"{world} processes with pp {pp} x tp {tp}; set cpu_offload to optimizer, or change nodes and "
-            "nproc_per_node in the profile"
-        )
+        raise ConfigError("parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer")
     return Layout(data // shards, shards, tp, pp)
 
 
@@ -161,10 +149,8 @@ def divisors(number: int) -> list[int]:
 
 def _check_divides(name: str, size: int, number: int, what: str) -> None:
     if number % size:
-        raise ConfigError(
-            f"parallel.{name} {size} does not divide {what}; use {nearest(size, divisors(number))}, or change nodes "
-            "and nproc_per_node in the profile"
-        )
+        possible = nearest(size, divisors(number))
+        raise ConfigError(f"parallel.{name} {size} does not divide {what}; use {possible}, or change the profile")
 
 
 Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]

@@ -3,10 +3,9 @@
 Two kinds have no options. The entry point of an `input` is a `cellmill.data.inputs.source.Format`; the entry point of a
 `classifier` is a function that returns an unfitted classifier of scikit-learn's kind.
 
-A contract is a subclass of `Plugin` that sets `kind`, and `key` and `default` where they differ. Each choice is a
-subclass of the contract: one in `config/parts`, or one in the entry-point group `cellmill.<kind>` of an installed
-package, which never replaces a built-in. Validating a mapping against the contract gives the options of the choice that
-the mapping names. Options are torch-free; `implementation` names the class that does the work, imported by `load`.
+A contract is a subclass of `Plugin`. Each choice is a subclass of the contract: one in `config/parts`, or one in the
+entry-point group `cellmill.<kind>` of an installed package, which never replaces a built-in. Validating a mapping
+against the contract gives the options of the choice that the mapping names. Options are torch-free.
 """
 
 from __future__ import annotations
@@ -41,20 +40,19 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
     points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]
-    found = {(p.value, p.dist.name if p.dist is not None else "an installed package"): p for p in points}
+    found = {f"{p.value} of {p.dist.name if p.dist is not None else 'an installed package'}": p for p in points}
     if not found:
         raise unknown(kind, name)
     if len(found) > 1:
-        both = " and ".join(sorted(f"{value} of {package}" for value, package in found))
-        raise ConfigError(f"{kind} {name!r} is in {both}; remove one of the packages")
-    [((value, package), point)] = found.items()
+        raise ConfigError(f"{kind} {name!r} is in {' and '.join(sorted(found))}; remove one of the packages")
+    [(where, point)] = found.items()
     try:
         options = point.load()
         problem = _misfit(options, contract, name) if contract is not None else ""
     except (Exception, SystemExit) as error:  # of somebody else's package: the user has to know which
         problem = f"cannot be imported ({in_one_line(error)})"
     if problem:
-        raise ConfigError(f"{kind} {name!r}: {value} of {package} {problem}; repair or remove the package")
+        raise ConfigError(f"{kind} {name!r}: {where} {problem}; repair or remove the package")
     return options
 
 
@@ -104,7 +102,7 @@ class Plugin(Section):
 
     @classmethod
     def built_in(cls) -> dict[str, type[Plugin]]:
-        """Options of every choice that cellmill itself has, by name."""
+        """Options of cellmill's own choices, by name."""
         return dict(BUILT_IN[cls.kind])
 
     @classmethod
@@ -138,21 +136,23 @@ class Plugin(Section):
 
 
 def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
-    """`{name: options}` of several choices of a contract, validated; `choice` gives the class of a name."""
+    """Validated `{name: options}` of several choices of a contract.
+
+    With `choice`, which gives the class of a choice, a choice may have any name, if its options have `contract.key`.
+    """
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")
     chosen = {}
-    for name, options in value.items():
+    for key, options in value.items():
         options = {} if options in (None, "null") else options
-        if not isinstance(name, str):
-            raise ValueError(f"names are text, got {name!r}")
-        if not isinstance(options, dict | Plugin):
-            raise ValueError(f"{name}: expected a mapping of options, got {options!r}")
-        if isinstance(options, dict) and options.get(contract.key, name) != name:
-            raise ValueError(f"{name}: {contract.key} is {options[contract.key]!r}; leave it out")
-        given = options if isinstance(options, Plugin) else {**options, contract.key: name}
-        chosen[name] = validated(contract if choice is None else choice(name), given, [str(name)])
+        if not isinstance(key, str) or not isinstance(options, dict | Plugin):
+            raise ValueError(f"{key}: expected a name and a mapping of options, got {options!r}")
+        given = {contract.key: key, **dict(options)}
+        name = str(given[contract.key])
+        if name != key and choice is None:
+            raise ValueError(f"{key}: {contract.key} is {name!r}; leave it out")
+        chosen[key] = validated(contract if choice is None else choice(name), given, [key])
     return chosen
 
 

@@ -16,22 +16,14 @@ from cellmill.files import digest, read_json, require_file
 Json = dict[str, Any]
 DICTIONARIES = ("token_dictionary*.pkl", "gene_median_dictionary*.pkl")
 FILES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "geneformer": (
-        ("config.json",),
-        ("model.safetensors", "pytorch_model.bin"),
-        *((pattern,) for pattern in DICTIONARIES),
-    ),
+    "geneformer": (("config.json",), ("model.safetensors", "pytorch_model.bin"), *zip(DICTIONARIES)),
     "scgpt": (("args.json",), ("best_model.pt", "model.safetensors"), ("vocab.json",)),
 }
 """Files of each layout, the options first, then the weights; of several names the first that is there."""
-BERT = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "ffn_hidden": "intermediate_size",
-}
-SCGPT = {"hidden": "embsize", "layers": "nlayers", "heads": "nheads", "ffn_hidden": "d_hid"}
-"""Our options, and those of BERT and scGPT."""
+SIZES = ("hidden", "layers", "heads", "ffn_hidden")
+BERT = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+SCGPT = ("embsize", "nlayers", "nheads", "d_hid")
+"""Our sizes, and those of BERT and scGPT in the same order."""
 
 
 def published_file(folder: Path, *names: str) -> Path:
@@ -56,6 +48,12 @@ def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
     if name not in mapping:
         raise DataError(f"{path}: {name} is missing")
     return mapping[name]
+
+
+def _whole(path: Path, config: Json, name: str, least: int = 1) -> int:
+    if type(value := require(path, config, name)) is not int or value < least:
+        raise DataError(f"{path}: {name}: expected a whole number from {least}, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -112,52 +110,37 @@ def geneformer_sections(folder: Path) -> dict[str, Json]:
     """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to last layer: the state
     of <cls> where the dictionary has it (V2), else the mean (V1)."""
     path, tokens = published_file(folder, "config.json"), published_file(folder, DICTIONARIES[0])
+    config = {"model_type": "bert", "position_embedding_type": "absolute", "hidden_act": None} | read_mapping(path)
     names = tokens.read_bytes()  # a pickle has its texts as they are
-    ends = "cls_eos" if b"<cls>" in names and b"<eos>" in names else "none"
-    config = read_mapping(path)
-    sizes = (*BERT.values(), "max_position_embeddings")
-    for name in (*sizes, "hidden_act"):
-        require(path, config, name)
+    n_ends = 2 if b"<cls>" in names and b"<eos>" in names else 0
+    sizes = {ours: _whole(path, config, name) for ours, name in zip(SIZES, BERT)}
+    longest = _whole(path, config, "max_position_embeddings", 1 + n_ends)
     expected = {"model_type": ("bert",), "position_embedding_type": ("absolute",), "hidden_act": ("gelu", "relu")}
     for name, known in expected.items():
-        if (value := config.get(name, known[0])) not in known:
-            raise DataError(f"{path}: {name}: expected {' or '.join(known)}, got {value!r}; it is no Geneformer")
-    if wrong := [name for name in sizes if not isinstance(config[name], int) or config[name] < 1]:
-        raise DataError(f"{path}: {wrong[0]}: expected a number above 0, got {config[wrong[0]]!r}")
-    longest = config["max_position_embeddings"] - {"none": 0, "cls_eos": 2}[ends]
-    if longest < 1:
-        raise DataError(
-            f"{path}: max_position_embeddings: expected more than the 2 of <cls> and <eos>, got "
-            f"{config['max_position_embeddings']}"
-        )
+        if config[name] not in known:
+            raise DataError(f"{path}: {name}: expected {' or '.join(known)}, got {config[name]!r}; it is no Geneformer")
     options = {
-        **{ours: config[name] for ours, name in BERT.items()},
+        **sizes,
         "family": "bert",
         "dropout": config.get("hidden_dropout_prob", 0.1),
         "activation": config["hidden_act"],
         "norm_eps": config.get("layer_norm_eps", 1e-12),
-        "ends": ends,
-        "pooling": "mean" if ends == "none" else "cls",
+        "ends": "cls_eos" if n_ends else "none",
+        "pooling": "cls" if n_ends else "mean",
         "embed_layer": -1,
     }
-    return {"model": options, "tokens": {"tokenizer": "rank", "max_tokens": longest}}
+    return {"model": options, "tokens": {"tokenizer": "rank", "max_tokens": longest - n_ends}}
 
 
 def scgpt_sections(folder: Path) -> dict[str, Json]:
     """Sections of a folder of scGPT, of at most 1,200 tokens with <cls>."""
     path = published_file(folder, "args.json")
-    config = read_mapping(path)
-    for name in SCGPT.values():
-        if not isinstance(require(path, config, name), int):
-            raise DataError(f"{path}: {name}: expected a number, got {config[name]!r}")
-    if type(bins := config.get("n_bins", 51)) is not int or bins < 3:
-        raise DataError(f"{path}: n_bins: expected a whole number from 3, got {bins!r}")
-    style = config.get("input_emb_style", "continuous")
-    if style != "continuous" or config.get("pre_norm"):
-        problem = "pre_norm is set" if config.get("pre_norm") else f"input_emb_style is {style!r}"
+    config = {"n_bins": 51, "input_emb_style": "continuous", "pre_norm": False} | read_mapping(path)
+    if config["input_emb_style"] != "continuous" or config["pre_norm"]:
+        problem = "pre_norm is set" if config["pre_norm"] else f"input_emb_style is {config['input_emb_style']!r}"
         raise DataError(f"{path}: expected post-norm blocks over continuous values, but {problem}")
     options = {
-        **{ours: config[name] for ours, name in SCGPT.items()},
+        **{ours: _whole(path, config, name) for ours, name in zip(SIZES, SCGPT)},
         "family": "scgpt",
         "activation": "relu",
         "ends": "cls",
@@ -165,4 +148,5 @@ def scgpt_sections(folder: Path) -> dict[str, Json]:
         "dropout": config.get("dropout", 0.2),
         "cls_value": config.get("pad_value", 0),
     }
-    return {"model": options, "tokens": {"tokenizer": "binned", "bins": bins - 1, "max_tokens": 1199}}
+    bins = _whole(path, config, "n_bins", 3) - 1
+    return {"model": options, "tokens": {"tokenizer": "binned", "bins": bins, "max_tokens": 1199}}

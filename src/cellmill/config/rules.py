@@ -10,7 +10,7 @@ from cellmill.config.datasets import Dataset, ObsColumns, is_url
 from cellmill.config.evaluate import ExternalModel
 from cellmill.config.published import PublishedFolder, model_folder_of, vocabulary_file
 from cellmill.config.workflow import Workflow
-from cellmill.errors import ConfigError, one_line
+from cellmill.errors import ConfigError, did_you_mean, one_line
 from cellmill.files import digest, write_json
 
 Wildcards = Any  # Snakemake's wildcards of a job, as attributes
@@ -61,25 +61,26 @@ class JobFiles:
         return section
 
     def options(self, stage: str) -> Callable[[Wildcards], str]:
-        """File of the options that `stage` reads. It is called after its content, so other options rerun the stage."""
-        return lambda wildcards: self._written(
-            stage, wildcards.get("run") or wildcards.get("corpus"), self.section(stage, wildcards)
-        )
+        """File of the options that `stage` reads, or of the values of a sweep.
 
-    def sweep_values(self, wildcards: Wildcards) -> str:
-        return self._written("sweep", wildcards.sweep, self.swept[wildcards.sweep])
+        It is named after its content, so that other options rerun the stage, and a job that waits in a queue reads
+        what it was submitted with.
+        """
 
-    @one_line()
-    def _written(self, stage: str, name: str | None, tree: dict[str, Any]) -> str:
-        """Path of a file of `tree`. A job that waits in a queue reads what it was submitted with."""
-        path = Path("results/options", stage, f"{f'{name}.' if name else ''}{digest(tree)[:12]}.json")
-        if self.writes() and not path.exists():
-            try:
-                write_json(path, tree)
-            except OSError as error:  # the first file that a workflow writes
-                where = error.filename or path
-                raise ConfigError(f"{where}: {error.strerror}; the workflow writes to its working directory") from None
-        return str(path)
+        @one_line()
+        def file(wildcards: Wildcards) -> str:
+            tree = self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
+            names = [f"{name}." for key in ("run", "corpus", "sweep") if (name := wildcards.get(key))]
+            path = Path("results/options", stage, f"{''.join(names[:1])}{digest(tree)[:12]}.json")
+            if self.writes() and not path.exists():
+                try:
+                    write_json(path, tree)
+                except OSError as error:  # the first file that a workflow writes
+                    problem = f"{error.filename or path}: {error.strerror}"
+                    raise ConfigError(f"{problem}; the workflow writes to its working directory") from None
+            return str(path)
+
+        return file
 
     def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
         return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]
@@ -88,13 +89,11 @@ class JobFiles:
 
     @one_line()
     def dataset(self, wildcards: Wildcards) -> Dataset:
-        table = self.datasets[wildcards.corpus]
-        if wildcards.dataset not in table:
-            raise ConfigError(
-                f"{self.corpora[wildcards.corpus].table}: corpus {wildcards.corpus} has no dataset "
-                f"{wildcards.dataset!r}; there are: {', '.join(table)}"
-            )
-        return table[wildcards.dataset]
+        known, name = self.datasets[wildcards.corpus], wildcards.dataset
+        if name not in known:
+            table = self.corpora[wildcards.corpus].table
+            raise ConfigError(f"{table}: no dataset {name!r}; {did_you_mean(name, known)}")
+        return known[name]
 
     def raw(self, wildcards: Wildcards) -> str:
         """Path of the dataset, or the record of its copy if it is a URL."""
@@ -103,7 +102,7 @@ class JobFiles:
         return fetched if is_url(path) else path
 
     def columns(self, wildcards: Wildcards) -> list[str]:
-        """What the table says of a dataset's obs and counts, as arguments of `cellmill preprocess`."""
+        """Columns of the table about a dataset's obs and counts, as arguments of `cellmill preprocess`."""
         dataset = self.dataset(wildcards)
         given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
@@ -113,18 +112,10 @@ class JobFiles:
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))
 
     def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
-        """The file that an option of the corpus names, if any."""
-
-        def files(wildcards: Wildcards) -> list[str]:
-            path = getattr(getattr(self.corpora[wildcards.corpus], section), key)
-            return [] if path is None else [path]
-
-        return files
-
-    def medians(self, wildcards: Wildcards) -> list[str]:
-        """Vocabulary of the model whose medians the corpus takes, if any."""
-        model = self.corpora[wildcards.corpus].vocabulary.medians
-        return [] if model is None else [vocabulary_file(model)]
+        """The file that an option of the corpus names, if any; of a published model its vocabulary."""
+        named = {name: getattr(getattr(corpus, section), key) for name, corpus in self.corpora.items()}
+        files = {name: [] if path is None else [vocabulary_file(path)] for name, path in named.items()}
+        return lambda wildcards: files[wildcards.corpus]
 
     def cells(self, wildcards: Wildcards) -> list[str]:
         """Preprocessed cells of every dataset of the corpus."""
@@ -150,37 +141,31 @@ class JobFiles:
     def _corpus(self, wildcards: Wildcards) -> str:
         return f"results/corpora/{self.runs[wildcards.run].corpus}"
 
-    def _parent_model(self, wildcards: Wildcards) -> list[str]:
-        """Weights of the run, or in the folder, that this one starts from; none if it starts anew."""
-        parent = self.runs[wildcards.run].init_from
-        if parent is None:
-            return []
-        folder = f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
-        return [f"{folder}/model.safetensors"]
-
     @one_line()
     def published_files(self, wildcards: Wildcards) -> list[str]:
         """Files of a published folder that rule `import` reads."""
         return [str(path) for path in self.published[wildcards.published].files()]
 
+    def _parents(self, wildcards: Wildcards) -> list[tuple[str, str, str]]:
+        """What a training reads of others: a file, and flag and argument of `cellmill train`."""
+        run, found = self.runs[wildcards.run], []
+        if (parent := run.init_from) is not None:
+            folder = f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
+            found.append((f"{folder}/model.safetensors", "--init-from", folder))
+        if run.trunk is not None:
+            train = f"results/runs/{run.trunk}/train"
+            found.append((f"{train}/status.json", "--trunk", f"{train}/checkpoints/step-{run.trunk_step:08}"))
+        if run.teacher is not None:
+            folder = f"results/runs/{wildcards.run}/teacher"
+            found.append((f"{folder}/vectors.json", "--teacher", folder))
+        return found
+
     def parents(self, wildcards: Wildcards) -> list[str]:
-        """What a training reads of others: its first weights, its trunk's end, vectors of a teacher and of genes."""
-        run = self.runs[wildcards.run]
-        status = [] if run.trunk is None else [f"results/runs/{run.trunk}/train/status.json"]
-        vectors = [] if run.teacher is None else [f"results/runs/{wildcards.run}/teacher/vectors.json"]
-        given = getattr(run.model, "gene_vectors", None)  # its path is among the options
-        return self._parent_model(wildcards) + status + vectors + ([] if given is None else [given])
+        vectors = getattr(self.runs[wildcards.run].model, "gene_vectors", None)  # its path is among the options
+        return [file for file, _, _ in self._parents(wildcards)] + ([] if vectors is None else [vectors])
 
     def parent_arguments(self, wildcards: Wildcards) -> list[str]:
-        """The same as arguments of `cellmill train`."""
-        words, run = [], self.runs[wildcards.run]
-        for path in self._parent_model(wildcards):
-            words += ["--init-from", str(Path(path).parent)]
-        if run.trunk is not None:
-            words += ["--trunk", f"results/runs/{run.trunk}/train/checkpoints/step-{run.trunk_step:08}"]
-        if run.teacher is not None:
-            words += ["--teacher", f"results/runs/{wildcards.run}/teacher"]
-        return words
+        return [word for _, *words in self._parents(wildcards) for word in words]
 
     def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
         """Manifests of the runs that the run began with or learnt from: their cells are not held out either."""
@@ -192,12 +177,10 @@ class JobFiles:
     # evaluation
 
     def evaluated(self, pattern: str) -> Callable[[Wildcards], list[str]]:
-
-        def files(wildcards: Wildcards) -> list[str]:
-            names, corpus = self.workflow.evaluated_on(wildcards.run), self._corpus(wildcards)
-            return [pattern.format(corpus=corpus, dataset=name, **wildcards) for name in names]
-
-        return files
+        return lambda wildcards: [
+            pattern.format(corpus=self._corpus(wildcards), dataset=name, **wildcards)
+            for name in self.workflow.evaluated_on(wildcards.run)
+        ]
 
     def evaluated_steps(self) -> list[str]:
         return [
@@ -242,12 +225,9 @@ class JobFiles:
 
         @one_line()
         def file(wildcards: Wildcards) -> str:
-            known = self.workflow.evaluated_on(wildcards.run)
-            if wildcards.dataset not in known:
-                raise ConfigError(
-                    f"run {wildcards.run} is not evaluated on dataset {wildcards.dataset!r}; "
-                    f"it is on: {', '.join(known)}"
-                )
+            known, name = self.workflow.evaluated_on(wildcards.run), wildcards.dataset
+            if name not in known:
+                raise ConfigError(f"run {wildcards.run} is not evaluated on {name!r}; {did_you_mean(name, known)}")
             return pattern.format(corpus=self._corpus(wildcards), **wildcards)
 
         return file
@@ -255,13 +235,11 @@ class JobFiles:
     @one_line()
     def bridge_label(self, wildcards: Wildcards) -> str:
         """obs column of the first label of a dataset."""
-        corpus = self.runs[wildcards.run].corpus
-        labels = self.datasets[corpus][wildcards.dataset].label_names
+        corpus, name = self.runs[wildcards.run].corpus, wildcards.dataset
+        labels = self.datasets[corpus][name].label_names
         if not labels:
-            raise ConfigError(
-                f"{self.corpora[corpus].table}: dataset {wildcards.dataset} has no label, which bridges read; name an "
-                "obs column in column label"
-            )
+            table = self.corpora[corpus].table
+            raise ConfigError(f"{table}: dataset {name} has no label, which bridges read; name an obs column in label")
         return labels[0]
 
     def bridge_python(self, package: str) -> str:

@@ -17,8 +17,7 @@ class Stream(Section):
     """Order in which cells are read from shards; an epoch holds the same cells whatever is set here."""
 
     lanes: int = Field(8, ge=1)
-    """Independent streams of cells. A multiple of every data-parallel size the run may use, so that a global batch has
-    the same cells in each."""
+    """Independent streams of cells: a multiple of all data-parallel sizes of the run, for equal global batches."""
     block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
     window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
     equal_steps: bool = False
@@ -37,8 +36,7 @@ class Stream(Section):
     """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and the other cells
     fill the rest, each equally often. null counts a missing value as a value like the others."""
     weight_exponent: float = Field(1.0, ge=0, le=1)
-    """A cell of a value with n cells is read in proportion to n ** -weight_exponent: 1 reads all values equally often,
-    0 each cell once."""
+    """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally, 0 each cell once."""
     max_repeats: float = Field(10.0, ge=1, le=1000)
     """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; with labelled_frac
     as a multiple of the mean over all cells with a value."""
@@ -46,15 +44,13 @@ class Stream(Section):
     """Steps over which the weights change linearly from weight_start_exponent to weight_exponent; each epoch uses the
     weights of its first step. 0 starts with the latter."""
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
-    """weight_exponent at step 0 of a curriculum over weight_warmup_steps: 0 starts with each cell once, 1 with all
-    values equally often."""
+    """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values equally."""
     io_threads: int = Field(4, ge=1)
     """Reader threads: the number of reads that a process has in flight. One read is block_cells cells."""
     stage_to: str | None = Field(None, min_length=1)
-    """Folder on each node's local disk, such as $TMPDIR or $SLURM_TMPDIR, to which one process per node copies the
-    shards that the node reads while the training runs. A shard is read from the shared folder until its copy is
-    complete and matches the manifest's SHA-256. A failure is one warning; copies are removed at the end. null reads the
-    shared folder. Variables are expanded on the node."""
+    """Folder on each node's local disk, such as $TMPDIR, to which one process per node copies the shards that it reads
+    while the training runs. A shard is read from the shared folder until its copy matches the manifest's SHA-256. A
+    failure is one warning; copies are removed at the end. null copies none. Variables are expanded on the node."""
     stage_limit_gb: float | None = Field(None, gt=0)
     """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free."""
 
@@ -64,10 +60,7 @@ class Stream(Section):
 
     def problems(self) -> Iterator[str]:
         if self.weight_start_exponent and not self.weight_warmup_steps:
-            yield (
-                f"weight_start_exponent {self.weight_start_exponent:g} requires weight_warmup_steps, got 0; set both, "
-                "or leave weight_start_exponent out"
-            )
+            yield "weight_start_exponent requires weight_warmup_steps, got 0; set both, or neither"
 
     @model_serializer(mode="wrap")
     def _without_labelled_frac(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -83,8 +76,7 @@ class Stream(Section):
 class Plan(Section):
     """Assumptions of the plan about the machine."""
 
-    memory_gb: float | None = Field(None, gt=0)
-    """Device memory of one process; null takes it from the profile's device."""
+    memory_gb: float | None = Field(None, gt=0, description="Memory of a process; null: of the profile's device.")
     memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
     mfu_frac: float = Field(0.35, gt=0, le=1)
     """Assumed fraction of the device's peak FLOP/s; communication and idle time are added."""
@@ -121,14 +113,11 @@ class Train(Section):
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning-rate schedule after warm-up. wsd: constant, then linear decay at the end, so that a longer run has the
-    same beginning."""
-    decay_frac: float = Field(0.2, gt=0, le=1)
-    """Fraction of the steps in which schedule wsd decays, at the end; read with wsd."""
+    """Learning-rate schedule after warm-up. wsd: constant, then linear decay, so longer runs begin the same."""
+    decay_frac: float = Field(0.2, gt=0, le=1, description="Fraction of the steps, at the end, in which wsd decays.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
     min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")
-    weight_decay: float = Field(0.1, ge=0)
-    """Weight decay of matrices; norms, biases and embeddings have none."""
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; norms, biases, embeddings have none.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
     clip_norm: float | None = Field(1.0, gt=0, description="Maximum global gradient norm; null disables clipping.")
@@ -154,8 +143,7 @@ class Train(Section):
     early_stop_min_delta: float = Field(0.0, ge=0)
     """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    checkpoint_every_min: float | None = Field(None, gt=0)
-    """Minutes between additional checkpoints; null writes none."""
+    checkpoint_every_min: float | None = Field(None, gt=0, description="Minutes between more checkpoints; null: none.")
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
     keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([])
     """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and keep_checkpoints
@@ -206,13 +194,10 @@ class Embed(Section):
     length; embeddings then have two to three decimal digits. Not tested on a GPU."""
     min_coverage_frac: float = Field(0.3, ge=0, le=1)
     """Minimum fraction of a dataset's counts in genes of the model's vocabulary."""
-    min_expressed_frac: float = Field(
-        0.01,  # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
-        ge=0,
-        le=1,
-        description="Minimum fraction of the model's genes that a dataset measures, weighted by how many training "
-        "cells express them. Below one half there is a warning.",
-    )
+    # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
+    min_expressed_frac: float = Field(0.01, ge=0, le=1)
+    """Minimum fraction of the model's genes that a dataset measures, weighted by how many training cells express them.
+    Below one half there is a warning."""
 
 
 class Predict(Section):

@@ -8,12 +8,12 @@ Lightning, and name ours.
 import ast
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -21,11 +21,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -39,12 +41,8 @@ def other_words(kind: Literal["keys", "values"]) -> dict[str, str]:
     return {name: here for here, names in yaml.safe_load(text)[kind].items() for name in names}
 
 
-T = TypeVar("T")
-
-
-def _each_once(values: list[T]) -> list[T]:
-    repeated = [value for place, value in enumerate(values) if value in values[:place]]
-    if repeated:
+def _each_once(values: list[Any]) -> list[Any]:
+    if repeated := [value for index, value in enumerate(values) if value in values[:index]]:
         raise ValueError(f"expected each value once, got {repeated[0]} twice; leave one out")
     return values
 
@@ -64,6 +62,15 @@ def one_message(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def leaving_out(*names: str) -> Any:
+    """Serializer without these options where they are empty: results from before there were such options stay valid."""
+
+    def dump(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value or name not in names}
+
+    return model_serializer(mode="wrap")(dump)
+
+
 @cache
 def _texts_below(module: str) -> dict[tuple[str, str], str]:
     """(class, field): the text below the field."""
@@ -77,12 +84,19 @@ def _texts_below(module: str) -> dict[tuple[str, str], str]:
     return texts
 
 
+def summary(section: type[BaseModel]) -> str:
+    """First paragraph of the docstring."""
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
 def description(section: type[BaseModel], name: str) -> str:
-    """Meaning, unit and default of a field: its `description`, or the text below it.
+    """Meaning, unit and default of a field: its `description`, or the text below it; of a part's name, its class's.
 
     That text is read from the source code for help and documents alone; pydantic would do so for each class, at .2 s of
     each start.
     """
+    if name == getattr(section, "key", None):
+        return summary(section)
     if (given := section.model_fields[name].description) is not None:
         return given
     owner = next(base for base in section.__mro__ if name in vars(base).get("__annotations__", ()))
@@ -136,7 +150,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        section = _model_at(model, where[:-1])
+        section: Any = model
+        for part in where[:-1]:
+            section = get_args(section)[-1] if get_origin(section) else section.model_fields[part].annotation
         return where[:-1], unknown_key(where[-1], section.model_fields)
     if first["type"] == "missing":
         return where, "is missing"
@@ -166,16 +182,3 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """Message for a key that does not exist: ours for a word of another tool, or the nearest name."""
     here = other_words("keys").get(key)
     return f"unknown key {key!r}; {f'set {here}' if here else did_you_mean(key, known)}"
-
-
-def part_of(annotation: Any) -> Any:
-    """Type of the values of a `dict[str, X]`, or the type itself; without pydantic's annotations."""
-    if get_origin(annotation) is dict:
-        annotation = get_args(annotation)[1]
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _model_at(model: Any, where: list[str]) -> Any:
-    for part in where:
-        model = get_args(model)[1] if get_origin(model) in (dict, Mapping) else model.model_fields[part].annotation
-    return model

@@ -7,12 +7,13 @@ names made from the values.
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Self, get_origin
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import IS_CONTROL, NOT_WILDCARD, ORGANISM
@@ -34,7 +35,7 @@ from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.plugin import validated
 from cellmill.config.published import PublishedFolder
 from cellmill.config.run import Report
-from cellmill.config.section import EachOnce, Section, part_of
+from cellmill.config.section import EachOnce, Section
 from cellmill.errors import ConfigError, did_you_mean
 
 MOST_RUNS = 10_000
@@ -42,7 +43,6 @@ _COLUMNS = {  # of results.csv, beside the axes
     "run", "parameters", "cells", "steps", "cells_seen", "gpu_hours", "cpu_core_hours",
     "dataset", "task", "name", "kind", "metric", "value", "sd",
 }  # fmt: skip
-Point = tuple[str, dict[str, Any]]  # as it stands in the run's name, and value by option
 
 
 class Sweep(Section):
@@ -63,46 +63,41 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     values: dict[str, dict[str, dict[str, Any]]] = {}
     for name, sweep in mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
-        sweep = mapping(sweep, where)
-        if wrong := [key for key in (name, *mapping(sweep.get("over") or {}, where)) if not isinstance(key, str)]:
-            raise ConfigError(f"{where}: YAML reads a name as {wrong[0]}; add a letter to it")
-        if missing := [key for key in ("run", "over") if not sweep.get(key)]:
-            raise ConfigError(f"{where}.{missing[0]}: is missing")
-        axes = {str(axis): list(_points(axis, given, where)) for axis, given in mapping(sweep["over"], where).items()}
+        over = mapping(mapping(sweep, where).get("over"), f"{where}.over")
+        axes = {str(axis): _points(str(axis), given, f"{where}.over.{axis}") for axis, given in over.items()}
         if taken_names := sorted(axes.keys() & _COLUMNS):
             raise ConfigError(f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name")
         if (n := prod(map(len, axes.values()))) > MOST_RUNS:
             raise ConfigError(f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}")
         for combination in product(*axes.values()):
-            run = "-".join([name, *(label for label, _ in combination)])
+            run = "-".join([str(name), *(label for label, _ in combination)])
             try:
                 check_name(run)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error}; name its values, as {{NAME: {{OPTION: VALUE}}}}") from None
             if run in runs or run in taken:
                 raise ConfigError(f"{where}: two runs are called {run}; give one of its values another name")
-            changes = [change for _, options in combination for change in options.items()]
-            runs[run] = _changed(mapping(sweep["run"], f"{where}.run"), changes, where)
+            runs[run] = deepcopy(mapping(sweep.get("run"), f"{where}.run"))
+            for option, value in (change for _, options in combination for change in options.items()):
+                *sections, key = str(option).split(".")
+                at = runs[run]
+                for section in sections:
+                    at[section] = mapping(at.get(section) or {}, f"{where}.run.{section}")
+                    at = at[section]
+                at[key] = value
             shown = {axis: _shown(axis, label, options) for axis, (label, options) in zip(axes, combination)}
             values.setdefault(name, {})[run] = shown
     return runs, values
 
 
-def _points(axis: str, given: Any, where: str) -> Iterator[Point]:
-    where = f"{where}.over.{axis}"
+def _points(axis: str, given: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Points of an axis: as each stands in the run's name, and its value by option."""
     if isinstance(given, dict) and given:
-        for label, options in given.items():
-            yield str(label), mapping(options, f"{where}.{label}")
-    elif isinstance(given, list) and given:
-        if repeated := [value for place, value in enumerate(given) if value in given[:place]]:
-            raise ConfigError(f"{where}: {repeated[0]} is there twice; leave one out")
-        for value in given:
-            if isinstance(value, dict | list):
-                raise ConfigError(f"{where}: {value} has no name; write it as {{NAME: {{OPTION: VALUE}}}}")
-            known = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
-            yield f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value}
-    else:
-        raise ConfigError(f"{where}: expected a list of values, or a mapping of names to options, got {given!r}")
+        return [(str(label), mapping(options, f"{where}.{label}")) for label, options in given.items()]
+    if not isinstance(given, list) or not given or any(isinstance(value, dict | list) for value in given):
+        raise ConfigError(f"{where}: expected a list of values, or {{NAME: {{OPTION: VALUE}}}}, got {given!r}")
+    known = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
+    return [(f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value}) for value in given]
 
 
 def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
@@ -113,19 +108,6 @@ def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
         with suppress(ValueError):
             return float(value)  # YAML reads 3e-4 as text
     return value
-
-
-def _changed(run: dict[str, Any], changes: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """A copy of `run` with options, as `section.key`, set."""
-    run = dict(run)
-    for option, value in changes:
-        *sections, key = str(option).split(".")
-        at = run
-        for section in sections:
-            at[section] = dict(mapping(at.get(section) or {}, f"{where}.run.{section}"))
-            at = at[section]
-        at[key] = value
-    return run
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
@@ -142,8 +124,7 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: Annotated[list[str], EachOnce] | None = None
-    """Names of the rows to use; null uses all."""
+    datasets: Annotated[list[str], EachOnce] | None = Field(None, description="Names of the rows to use; null: all.")
 
 
 class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
@@ -152,22 +133,19 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     corpus: str = Field(description="Name of its corpus.")
     init_from: str | None = Field(None, pattern=NOT_WILDCARD)
     """Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, such as
-    ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or scgpt:FOLDER, with the
-    published files of that model, which rule import reads. Sections model and tokens are those of a run or folder where
-    those at the top of the file do not fit. For all but a run, evaluate does not know which cells the model was trained
-    on."""
+    ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or scgpt:FOLDER, with
+    published files, which rule import reads. Sections model and tokens are those of a run or folder where those at the
+    top of the file do not fit. For all but a run, evaluate does not know which cells the model was trained on."""
     trunk: str | None = None
     """Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and curve. Its
     results equal a separate run from step 0, so all options except length and schedule must equal the trunk's, and the
     learning rates up to that step must be the same, as with schedule wsd or constant."""
-    trunk_step: int | None = Field(None, ge=1)
-    """Step of the trunk's checkpoint, which its train.keep_steps must list."""
+    trunk_step: int | None = Field(None, ge=1, description="Step of the trunk's checkpoint, of its train.keep_steps.")
     evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(default=[])
     """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
     `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains nothing."""
     machine: str | None = None
-    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. Changing it reruns
-    nothing."""
+    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. Reruns nothing."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -181,55 +159,48 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
         return self
 
 
+ENTRIES: dict[str, type[Section]] = {"corpora": CorpusConfig, "runs": RunConfig}
+
+
+def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
+    """Sections of a corpus, a run or the whole workflow by name."""
+    annotations = {name: field.annotation for name, field in owner.model_fields.items()}
+    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+
+
 class Workflow(Section):
     """config/config.yaml with all defaults and overrides applied."""
 
     report: Report
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
-    sweep: Mapping[str, Sweep] = Field(default_factory=dict)
+    sweep: dict[str, Sweep] = Field({})
     """Sweeps by name: a grid of runs over values of some options. Run names contain these values. `snakemake
     results/sweeps/NAME/results.csv` makes all runs of one."""
     private: bool = False
     """Make everything the workflow writes readable only by its user (umask 077); existing files stay as they are. Off:
     the umask of the shell. Changing it reruns nothing."""
-    bridges: Mapping[str, str] = Field(default_factory=dict)
+    bridges: dict[str, str] = Field({})
     """Python of an environment that has the package, by package, for use without conda (`--sdm conda`), for
     `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or
     `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony. Changing it reruns nothing."""
 
-    @field_validator("bridges", mode="before")
-    @classmethod
-    def _bridges_exist(cls, value: Any) -> Any:
-        for name in value if isinstance(value, dict) else ():
-            if name not in BRIDGES:
-                raise ValueError(f"no bridge {name!r}; {did_you_mean(name, BRIDGES)}")
-        return value
-
     def problems(self) -> Iterator[str]:
+        yield from (f"bridges: no bridge {n!r}; {did_you_mean(n, BRIDGES)}" for n in self.bridges if n not in BRIDGES)
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 yield f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}"
-            if run.tokens.needs_quantiles and not self.corpora[run.corpus].vocabulary.quantiles:
-                yield (
-                    f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles of corpus "
-                    f"{run.corpus} to yes, or give tokens.edges"
-                )
-            if run.tokens.truncation == "variable" and not self.corpora[run.corpus].vocabulary.variability:
-                yield (
-                    f"runs.{name}.tokens.truncation: variable requires the order of genes by variability; set "
-                    f"vocabulary.variability of corpus {run.corpus} to yes"
-                )
-            parents = [("init_from", run.init_from, "model folder"), ("objective.teacher", run.teacher, "folder")]
-            for key, given, kind in parents:
-                parent = given or "/"
+            vocabulary = self.corpora[run.corpus].vocabulary
+            if run.tokens.needs_quantiles and not vocabulary.quantiles:
+                yield f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles or tokens.edges"
+            if run.tokens.truncation == "variable" and not vocabulary.variability:
+                yield f"runs.{name}.tokens.truncation: variable requires vocabulary.variability; set it to yes"
+            for key, parent in (("init_from", run.init_from or "/"), ("objective.teacher", run.teacher or "/")):
                 if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
-                    yield (
-                        f"runs.{name}.{key}: no run {parent!r}; there are: {', '.join(self.runs)}; the path of "
-                        f"a {kind} has a `/`, such as ./NAME"
-                    )
+                    known = did_you_mean(parent, self.runs)
+                    yield f"runs.{name}.{key}: no run {parent!r}; {known}; a folder has a `/`, such as ./NAME"
             self._refuse_circle([name])
-            self._check_trunk(name, run)
+            yield from (f"runs.{name}{problem}" for problem in self._trunk_problems(run))
 
     def _refuse_circle(self, chain: list[str]) -> None:
         """Refuse a run that waits for itself; `chain` are runs of which each waits for the next."""
@@ -240,89 +211,72 @@ class Workflow(Section):
             if parent in self.runs:
                 self._refuse_circle([*chain, parent])
 
-    def _check_trunk(self, name: str, run: RunConfig) -> None:
-        """Refuse a trunk that is not a run, or that will not have the checkpoint."""
-        if (run.trunk is None) != (run.trunk_step is None):
-            raise ValueError(f"runs.{name}: expected trunk and trunk_step, got one of them; set both, or neither")
-        if run.trunk is None:
+    def _trunk_problems(self, run: RunConfig) -> Iterator[str]:
+        """Why a run cannot continue from its trunk: it is not a run, or will not have the checkpoint."""
+        step = run.trunk_step
+        if run.trunk is None or step is None:
+            if run.trunk != step:
+                yield ": expected trunk and trunk_step, got one of them; set both, or neither"
             return
         if run.trunk not in self.runs:
-            raise ValueError(f"runs.{name}.trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}")
+            yield f".trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}"
         trunk = self.runs[run.trunk]
-        if run.trunk_step not in trunk.train.keep_steps:
-            raise ValueError(
-                f"runs.{name}.trunk_step: {run.trunk_step} is not in train.keep_steps of {run.trunk} "
-                f"({trunk.train.keep_steps}); add it there"
-            )
-        if isinstance(trunk.train.steps, int) and trunk.train.steps < run.trunk_step:
-            raise ValueError(
-                f"runs.{name}.trunk_step: {run.trunk_step} is behind the last step of {run.trunk} ({trunk.train.steps})"
-            )
-        if isinstance(run.train.steps, int) and run.train.steps <= run.trunk_step:
-            raise ValueError(
-                f"runs.{name}.train.steps: expected more than its trunk_step, {run.trunk_step}, got {run.train.steps}"
-            )
+        kept, last = trunk.train.keep_steps, trunk.train.steps
+        if step not in kept:
+            yield f".trunk_step: {step} is not in train.keep_steps of {run.trunk} ({kept}); add it there"
+        if isinstance(last, int) and last < step:
+            yield f".trunk_step: {step} is behind the last step of {run.trunk} ({last})"
+        if isinstance(run.train.steps, int) and run.train.steps <= step:
+            yield f".train.steps: expected more than its trunk_step, {step}, got {run.train.steps}"
         for key in ("corpus", "init_from"):
-            own, of_trunk = getattr(run, key), getattr(trunk, key)
-            if own != of_trunk:
-                raise ValueError(f"runs.{name}.{key}: expected {of_trunk}, as its trunk {run.trunk}, got {own}")
+            if (own := getattr(run, key)) != (expected := getattr(trunk, key)):
+                yield f".{key}: expected {expected}, as its trunk {run.trunk}, got {own}"
 
     def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
-        written = {name: sweep.model_dump() for name, sweep in self.sweep.items()}
-        return expand(written, {})[1]
+        """Values by axis of each run of each sweep."""
+        return expand({name: sweep.model_dump() for name, sweep in self.sweep.items()}, {})[1]
 
     def datasets(self, corpus: str) -> dict[str, Dataset]:
         """Every dataset of the corpus's table, including those the corpus does not train on."""
         return read_datasets(Path(self.corpora[corpus].table))
 
     def check_datasets(self, source: str) -> None:
-        """Read every table. Raises ConfigError naming a dataset of `source` that its table does not have."""
+        """Read every table. Raises ConfigError for options in `source` that do not fit the tables."""
+        for problem in self._table_problems():
+            raise ConfigError(f"{source}: {problem}")
+        for name, run in self.runs.items():
+            check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
+
+    def _table_problems(self) -> Iterator[str]:
         chosen = [(f"corpora.{name}", name, corpus.datasets) for name, corpus in self.corpora.items()]
         chosen += [(f"runs.{name}.evaluate", run.corpus, run.evaluate.datasets) for name, run in self.runs.items()]
         for where, corpus, names in chosen:
-            known = self.datasets(corpus)
+            known, table = self.datasets(corpus), self.corpora[corpus].table
             for name in names or ():
                 if name not in known:
-                    raise ConfigError(
-                        f"{source}: {where}.datasets: no dataset {name!r} in {self.corpora[corpus].table}; "
-                        f"{did_you_mean(name, known)}"
-                    )
-
+                    yield f"{where}.datasets: no dataset {name!r} in {table}; {did_you_mean(name, known)}"
         for name, run in self.runs.items():
-            check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
-            self._check_presets(source, name, run)
-            self._check_obs_columns(source, name, run)
-
-    def _check_presets(self, source: str, name: str, run: RunConfig) -> None:
-        """Refuse a preset for a dataset that has no training cells, or no batches for harmony."""
-        for external, model in run.evaluate.external.items():
-            where = f"{source}: runs.{name}.evaluate.external.{external}: preset {model.preset}"
-            for dataset in self.evaluated_on(name) if model.preset else ():
-                if dataset not in self.trained_on(run.corpus):
-                    raise ConfigError(
-                        f"{where} is fitted on training cells, but corpus {run.corpus} has none of {dataset}; add it "
-                        f"to corpora.{run.corpus}.datasets, or leave it out of evaluate.datasets"
-                    )
-                if model.preset == "harmony" and self.datasets(run.corpus)[dataset].batch is None:
-                    table = self.corpora[run.corpus].table
-                    raise ConfigError(f"{where} corrects batches; name those of {dataset} in column batch of {table}")
-
-    def _check_obs_columns(self, source: str, name: str, run: RunConfig) -> None:
-        """Refuse an obs column that a run reads and shards will not have: dropped by `keep_obs`."""
-        kept = self.corpora[run.corpus].preprocess.keep_obs
-        if kept is None:
-            return
-        rows = [self.datasets(run.corpus)[dataset] for dataset in self.trained_on(run.corpus)]
-        own = {*(role for row in rows for role in row.roles), *(name for row in rows for name in row.label_names)}
-        own |= {IS_CONTROL} if any(row.control for row in rows) else set()
-        own |= {ORGANISM} if self.corpora[run.corpus].preprocess.organism_column else set()
-        for column, option in (run.read_columns() | run.number_columns()).items():
-            # shards have `dataset` too, and a column of that name as `dataset_original`
-            if column not in {*kept, *own, "dataset", "dataset_original"}:
-                known = ", ".join(["dataset", *kept, *sorted(own - {*kept})])
-                raise ConfigError(
-                    f"{source}: runs.{name}.{option}: no obs column {column!r}; preprocess.keep_obs keeps: {known}"
-                )
+            known, trained = self.datasets(run.corpus), self.trained_on(run.corpus)
+            for external, model in run.evaluate.external.items():
+                where = f"runs.{name}.evaluate.external.{external}: preset {model.preset}"
+                for dataset in self.evaluated_on(name) if model.preset else ():
+                    if dataset not in trained:
+                        yield f"{where} is fitted on training cells; add {dataset} to corpora.{run.corpus}.datasets"
+                    if model.preset == "harmony" and known[dataset].batch is None:
+                        table = self.corpora[run.corpus].table
+                        yield f"{where} corrects batches; name those of {dataset} in column batch of {table}"
+            preprocess = self.corpora[run.corpus].preprocess
+            if preprocess.keep_obs is None:
+                continue
+            rows = [known[dataset] for dataset in trained]
+            own = {column for row in rows for column in (*row.roles, *row.label_names)}
+            own |= {IS_CONTROL} if any(row.control for row in rows) else set()
+            own |= {ORGANISM} if preprocess.organism_column else set()
+            kept = ["dataset", *preprocess.keep_obs, *sorted(own - {*preprocess.keep_obs})]
+            for column, option in (run.read_columns() | run.number_columns()).items():
+                # a column `dataset` of the file is in shards as `dataset_original`
+                if column not in (*kept, "dataset_original"):
+                    yield f"runs.{name}.{option}: no obs column {column!r}; keep_obs keeps: {', '.join(kept)}"
 
     def trained_on(self, corpus: str) -> list[str]:
         """Names of the corpus's datasets, in the table's order."""
@@ -343,9 +297,7 @@ class Workflow(Section):
 
     def entries(self, stage: str) -> Mapping[str, Section]:
         """Corpora or runs, whichever `stage` is run for; empty for a stage over all of them."""
-        first = next(iter(OPTIONS[stage].model_fields))
-        owners = [kind for kind, owner in entries_of(type(self)).items() if first in owner.model_fields]
-        return getattr(self, owners[0]) if owners else {}
+        return next((getattr(self, kind) for kind, owner in ENTRIES.items() if issubclass(owner, OPTIONS[stage])), {})
 
     def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
         """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a dataset."""
@@ -354,24 +306,3 @@ class Workflow(Section):
         if dataset is not None and "preprocess" in sections:
             sections["preprocess"] = dataset.preprocess(sections["preprocess"])
         return {section: options.model_dump(mode="json") for section, options in sections.items()}
-
-
-def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
-    """Sections of a corpus, a run or the whole workflow by name."""
-    annotations = {name: field.annotation for name, field in owner.model_fields.items()}
-    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
-
-
-def keys_of(workflow: type[BaseModel] = Workflow) -> list[str]:
-    """Keys of the whole workflow other than sections, corpora and runs."""
-    others = {*sections_of(workflow), *entries_of(workflow)}
-    return [name for name in workflow.model_fields if name not in others]
-
-
-def entries_of(workflow: type[BaseModel] = Workflow) -> dict[str, type[Section]]:
-    """The classes of a corpus and of a run, by the key that holds them."""
-    return {
-        name: part_of(field.annotation)
-        for name, field in workflow.model_fields.items()
-        if get_origin(field.annotation) is dict
-    }

@@ -10,7 +10,7 @@ import numpy as np
 
 from cellmill.config import check_options
 from cellmill.config.checks import check_rows
-from cellmill.config.load import INHERITED, read_model_config, unequal, weight_pairs
+from cellmill.config.load import INHERITED, read_model_config, unequal_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
@@ -156,6 +156,5 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     path = init_from / "config.json"
     config = read_model_config(path)
     theirs = {key: check_options(contract, config[key], f"{path}: {key}") for key, contract in INHERITED.items()}
-    for key, before, now in weight_pairs(theirs, vars(options)):
-        if before != now:
-            raise ConfigError(unequal(key, now, init_from, before))
+    for message in unequal_options(theirs, vars(options), init_from).values():
+        raise ConfigError(message)

@@ -1,8 +1,9 @@
 """Options of all toys. Torch-free: `snakemake -n` imports this module and no other of the package."""
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.methods import MethodConfig
@@ -21,16 +22,14 @@ class ToyFamily(FamilyConfig):
     value_kinds: ClassVar[tuple[str, ...]] = ("none",)
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads")
 
-    family: Literal["toy"] = Field("toy", description="A causal transformer with rotary positions.")
+    family: Literal["toy"] = "toy"
     hidden: int = Field(16, ge=4, description="Width of the residual stream.")
     layers: int = Field(2, ge=1, description="Transformer blocks.")
     heads: int = Field(2, ge=1, description="Attention heads; hidden must be a multiple of twice their number.")
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden: {self.hidden} is not a multiple of 2 * heads = {2 * self.heads}")
-        return self
+            yield f"hidden: {self.hidden} is not a multiple of 2 * heads = {2 * self.heads}"
 
     def tp_sizes(self) -> dict[str, int]:
         """Whole heads; the feed-forward width is four times as large."""
@@ -46,7 +45,7 @@ class ToyNextGene(ObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill_toy.objective:NextGene"
 
-    name: Literal["toy_next_gene"] = Field("toy_next_gene", description="Predict the next gene of the cell.")
+    name: Literal["toy_next_gene"] = "toy_next_gene"
     skip: int = Field(0, ge=0, description="Tokens at the start of a cell after which nothing is predicted.")
 
 
@@ -56,7 +55,7 @@ class ToyGenes(Tokens):
     implementation: ClassVar[str] = "cellmill_toy.tokenizer:GenesOnly"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "none"
 
-    tokenizer: Literal["toy_genes"] = Field("toy_genes", description="Genes in rank order, without values.")
+    tokenizer: Literal["toy_genes"] = "toy_genes"
 
 
 class ToyAdapter(MethodConfig):
@@ -64,7 +63,7 @@ class ToyAdapter(MethodConfig):
 
     implementation: ClassVar[str] = "cellmill_toy.method:LowRank"
 
-    method: Literal["toy_adapter"] = Field("toy_adapter", description="Low-rank adapters.")
+    method: Literal["toy_adapter"] = "toy_adapter"
     rank: int = Field(2, ge=1, description="Rank of the adapters.")
 
 
@@ -74,7 +73,7 @@ class ToyMomentum(OptimizerConfig):
     implementation: ClassVar[str] = "cellmill_toy.optimizer:Momentum"
     state_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    name: Literal["toy_momentum"] = Field("toy_momentum", description="Name of the optimizer.")
+    name: Literal["toy_momentum"] = "toy_momentum"
     decay: float = Field(0.9, ge=0, lt=1, description="Decay per step of the moving average of gradients.")
 
 
@@ -83,7 +82,7 @@ class ToyFile(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill_toy.tracker:File"
 
-    name: Literal["toy_file"] = Field("toy_file", description="Name of the tracker.")
+    name: Literal["toy_file"] = "toy_file"
     path: str = Field(description="File to append to.")
 
 
@@ -92,7 +91,7 @@ class ToySteps(ObserverConfig):
 
     implementation: ClassVar[str] = "cellmill_toy.observer:Steps"
 
-    name: Literal["toy_steps"] = Field("toy_steps", description="Name of the observer.")
+    name: Literal["toy_steps"] = "toy_steps"
     path: str = Field(description="File to append to.")
 
 
@@ -101,5 +100,5 @@ class ToyNorm(TaskConfig):
 
     implementation: ClassVar[str] = "cellmill_toy.task:Norm"
 
-    name: Literal["toy_norm"] = Field("toy_norm", description="Name of the task.")
+    name: Literal["toy_norm"] = "toy_norm"
     power: float = Field(2.0, gt=0, description="Order of the norm.")

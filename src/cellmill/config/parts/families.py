@@ -1,9 +1,7 @@
 """Options of the built-in model families. Torch-free.
 
-`encoder` is a bidirectional transformer encoder over packed genes, `autoencoder` the encoder with a bottleneck, and
-`autoregressive` a causal transformer over genes in rank order. `hf` is a model of the transformers library, from a
-folder on this machine. The folder is read together with the configuration: `architecture` and `residue_ids` then hold
-everything in it but the weights, so checkpoints and exported models need neither the folder nor a network.
+The folder of `hf` is read together with the configuration: `architecture` and `residue_ids` then hold everything in it
+but the weights, so checkpoints and exported models need neither the folder nor a network.
 """
 
 import json
@@ -15,13 +13,19 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cellmill.config.parts.family import FamilyConfig, GeneVectorsConfig, PostNormConfig, TransformerConfig
+from cellmill.config.parts.family import (
+    FamilyConfig,
+    GeneVectorsConfig,
+    PostNormConfig,
+    ResidualConfig,
+    TransformerConfig,
+)
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import RESIDUES, Tokens
 
 
 class EncoderConfig(GeneVectorsConfig, TransformerConfig):
-    """Architecture of the encoder."""
+    """A pre-norm transformer encoder whose tokens attend to all tokens of their cell."""
 
     implementation: ClassVar[str] = "cellmill.models.families.encoder:EncoderModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
@@ -32,7 +36,6 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     covariates: ClassVar[bool] = True
 
     family: Literal["encoder"] = "encoder"
-    """A pre-norm transformer encoder whose tokens attend to all tokens of their cell."""
     pooling: Literal["mean", "cls", "attention"] = "mean"
     """Cell embedding: mean of its tokens' states (mean), the state of a learned token before them (cls), or their mean
     weighted by a learned query (attention). Only mean works with objectives that do not read the embedding, such as
@@ -42,53 +45,47 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
         if self.pooling != "mean" and tokens.covariates:
             raise ValueError(f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them")
         if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
-            raise ValueError(
-                f"model.pooling {self.pooling}: expected an objective that reads the cell's vector, got "
-                f"{objective.name} with cell_loss_weight 0; set it above 0, or pooling to mean"
-            )
+            raise ValueError(f"model.pooling {self.pooling}: the objective does not read the cell's vector; set mean")
 
 
 class AutoregressiveConfig(TransformerConfig):
-    """Architecture of the causal transformer: transformer blocks and a choice of pooling."""
+    """A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For generating cells;
+    nothing shows that its embeddings are better."""
 
     implementation: ClassVar[str] = "cellmill.models.families.autoregressive:AutoregressiveModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("next_gene",)
 
     family: Literal["autoregressive"] = "autoregressive"
-    """A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For generating cells;
-    nothing shows that its embeddings are better."""
     layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
     pooling: Literal["mean", "last"] = "mean"
     """Cell embedding: mean of its tokens' states, or the state of its last token."""
 
 
 class BertFamilyConfig(PostNormConfig):
-    """Architecture of BERT over genes in rank order."""
+    """BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm blocks. The
+    command import converts Geneformer's weights to one."""
 
     implementation: ClassVar[str] = "cellmill.models.families.post_norm:BertModel"
     token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)  # rows of the embedding of places
     value_kinds: ClassVar[tuple[str, ...]] = ("place",)
 
     family: Literal["bert"] = "bert"
-    """BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm blocks. The
-    command import converts Geneformer's weights to one."""
 
 
 class ScgptConfig(PostNormConfig):
-    """Architecture of scGPT."""
+    """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the cell embedding is
+    normalised to length 1. The command import converts scGPT's weights to one."""
 
     implementation: ClassVar[str] = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("class",)
 
     family: Literal["scgpt"] = "scgpt"
-    """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the cell embedding is
-    normalised to length 1. The command import converts scGPT's weights to one."""
     cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
 
 
-class ProfileConfig(GeneVectorsConfig, FamilyConfig):
-    """Architecture of the profile encoder."""
+class ProfileConfig(GeneVectorsConfig, ResidualConfig):
+    """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
 
     implementation: ClassVar[str] = "cellmill.models.families.profile:ProfileModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("scalar",)
@@ -97,15 +94,7 @@ class ProfileConfig(GeneVectorsConfig, FamilyConfig):
     sequence_parallel: ClassVar[bool] = False
 
     family: Literal["profile"] = "profile"
-    """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
-    hidden: int = Field(256, ge=8, description="Width of the residual stream and of the embedding.")
     layers: int = Field(2, ge=0, description="Feed-forward blocks.")
-    ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
-
-    @property
-    def ffn_width(self) -> int:
-        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
     def tp_sizes(self) -> dict[str, int]:
         """Feed-forward layers are cut by their width; the vocabulary can be cut anywhere."""
@@ -126,7 +115,8 @@ OFFSET_TYPES = ("esm", "roberta", "xlm-roberta", "camembert")
 
 
 class HfConfig(FamilyConfig):
-    """A model of the transformers library."""
+    """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
+    micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
 
     implementation: ClassVar[str] = "cellmill.models.hf.model:HfModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "place")
@@ -135,16 +125,13 @@ class HfConfig(FamilyConfig):
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "architecture", "residue_ids")
 
     family: Literal["hf"] = "hf"
-    """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
-    micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
     path: str | None = None
     """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face hub model in
     this machine's cache (`hf download NAME`); null if architecture is given."""
     revision: str | None = Field(None, description="Revision of a hub name: a branch, tag or commit; null is main.")
     weights: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: those of the folder, or random ones, with the config's initializer range."""
-    architecture: dict[str, Any] | None = None
-    """Contents of a config.json; null reads the one in path."""
+    architecture: dict[str, Any] | None = Field(None, description="Contents of a config.json; null reads path's.")
     residue_ids: dict[str, int] | None = None
     """Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of path. Without one,
     tokens are numbered as in the corpus."""
@@ -174,33 +161,19 @@ class HfConfig(FamilyConfig):
         if find_spec("transformers") is None:
             raise ValueError("model.family hf needs the package transformers: pip install 'cellmill[hf]'")
         if getattr(objective, "cell_loss_weight", 0):
-            raise ValueError(
-                "model.family hf embeds places inside its layers, so objective.cell_loss_weight needs 0; set it to 0"
-            )
+            raise ValueError("objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0")
         if tokens.sequences and self.weights == "pretrained" and self.residue_ids is None:
-            raise ValueError(
-                f"model.path {self.path} has no vocab.txt with one letter a residue; set model.residue_ids, or "
-                "model.weights to random"
-            )
+            raise ValueError(f"model.path {self.path}: no vocab.txt with a letter per residue; set model.residue_ids")
         needed = {"pad", "mask", *RESIDUES}
         if tokens.sequences and self.residue_ids is not None and (lacking := sorted(needed - self.residue_ids.keys())):
             raise ValueError(f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model")
-        if (longest := self.longest) is not None and tokens.max_tokens > longest:
-            raise ValueError(
-                f"tokens.max_tokens {tokens.max_tokens} exceeds the {longest} places of model.path; set max_tokens to "
-                f"{longest}"
-            )
-
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of a cell that the model has positions for; None without a limit."""
-        given: dict[str, Any] = self.architecture or {}
-        places = given.get("max_position_embeddings", given.get("n_positions"))
-        if places is None:
-            return None
-        ids = self.residue_ids or {}
+        given = self.architecture or {}
+        if (places := given.get("max_position_embeddings", given.get("n_positions"))) is None:
+            return
         offset = given.get("pad_token_id", 1) + 1 if given.get("model_type") in OFFSET_TYPES else 0
-        return int(places) - offset - sum(name in ids for name in ("begin", "end"))
+        longest = int(places) - offset - sum(name in (self.residue_ids or {}) for name in ("begin", "end"))
+        if tokens.max_tokens > longest:
+            raise ValueError(f"tokens.max_tokens: expected at most {longest} for model.path, got {tokens.max_tokens}")
 
 
 def model_folder(path: str, revision: str | None) -> Path:
@@ -214,18 +187,15 @@ def model_folder(path: str, revision: str | None) -> Path:
     pointer = cache / "refs" / name
     snapshot = cache / "snapshots" / (pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name)
     if not snapshot.is_dir():
-        raise ValueError(
-            f"path: {path!r} is no folder, and revision {name} of a hub model of that name is not in {cache.parent}; "
-            f"run: hf download {path}"
-        )
+        raise ValueError(f"path: {path!r} is no folder, and {snapshot} does not exist; run: hf download {path}")
     return snapshot
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"path: {path} does not exist; expected a folder that transformers has saved")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"path: {path}: {error.strerror}; expected a folder that transformers has saved") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"path: {path} is not JSON ({error})") from None
     if not isinstance(read, dict):
@@ -249,17 +219,13 @@ def _read_ids(path: Path) -> dict[str, int] | None:
 
 
 class AutoencoderConfig(EncoderConfig):
-    """Architecture of the autoencoder: that of the encoder plus a bottleneck. The objective provides the decoder."""
+    """A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the cell embedding.
+    The objective, query_decoding or cell_decoding, provides the decoder."""
 
     implementation: ClassVar[str] = "cellmill.models.families.encoder:AutoencoderModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = (*EncoderConfig.weight_keys, "latent")
 
-    family: Literal["autoencoder"] = Field(  # type: ignore[assignment]
-        "autoencoder",
-        description="A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the "
-        "cell embedding. The objective, query_decoding or cell_decoding, provides the decoder.",
-    )
+    family: Literal["autoencoder"] = "autoencoder"  # type: ignore[assignment]
     latent: int | None = Field(64, ge=1)
     """Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."""

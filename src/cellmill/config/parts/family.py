@@ -1,12 +1,11 @@
 """The torch-free half of a model family: its options, how layouts may cut the model, and options that families share.
 
-Shared options are those of transformer blocks, of post-norm blocks (`bert` and `scgpt`), of gene embeddings that start
-from given vectors of genes, and sizes by name, which stand for hyper-parameters. 51M is scGPT's width and depth (Cui et
-al. 2024), 106M is Geneformer V2-104M's (Chen et al. 2024); as in both, every head is 64 wide.
+Sizes by name stand for hyper-parameters. 51M is scGPT's width and depth (Cui et al. 2024), 106M is Geneformer V2-104M's
+(Chen et al. 2024); as in both, every head is 64 wide.
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,8 +25,7 @@ class GeneVectorsConfig(Section):
     embedding; a gene without a vector has only the learned embedding."""
     gene_vector_dim: int | None = Field(None, ge=1)
     """Dimension of the vectors; null means no vectors. Without a file the vectors are those of init_from."""
-    train_gene_vectors: bool = False
-    """Also train the vectors; otherwise only their projection is trained."""
+    train_gene_vectors: bool = Field(False, description="Also train the vectors; otherwise their projection alone.")
 
     def problems(self) -> Iterator[str]:
         if self.gene_vector_dim is None and (self.gene_vectors is not None or self.train_gene_vectors):
@@ -35,40 +33,15 @@ class GeneVectorsConfig(Section):
 
 
 SizeName = Literal["10M", "51M", "106M", "300M", "1B", "3B"]
-HIDDEN_AND_LAYERS: dict[SizeName, tuple[int, int]] = {
-    "10M": (256, 6),
-    "51M": (512, 12),
-    "106M": (768, 12),
-    "300M": (1024, 22),
-    "1B": (1792, 24),
-    "3B": (2816, 30),
+SIZES: dict[str, dict[str, int]] = {
+    "10M": {"hidden": 256, "layers": 6, "heads": 4},
+    "51M": {"hidden": 512, "layers": 12, "heads": 8},
+    "106M": {"hidden": 768, "layers": 12, "heads": 12},
+    "300M": {"hidden": 1024, "layers": 22, "heads": 16},
+    "1B": {"hidden": 1792, "layers": 24, "heads": 28},
+    "3B": {"hidden": 2816, "layers": 30, "heads": 44},
 }
-HEAD_WIDTH = 64
-KEYS = ("hidden", "layers", "heads", "ffn_hidden")
-"""Options that a size stands for; a feed-forward width of null is 4 * hidden."""
-
-
-def numbers(size: SizeName) -> dict[str, int]:
-    """Options that `size` stands for."""
-    hidden, layers = HIDDEN_AND_LAYERS[size]
-    return {"hidden": hidden, "layers": layers, "heads": hidden // HEAD_WIDTH}
-
-
-def expanded(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with the numbers of their `size` in its place, where they do not set them; an unknown size stays."""
-    size = options.get("size")
-    if size not in get_args(SizeName):
-        return options
-    return numbers(cast(SizeName, size)) | {key: value for key, value in options.items() if key != "size"}
-
-
-def replaced(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`defaults` without the options that a size among a run's `own` stands for."""
-    if own.get("size") in (None, "null"):
-        return defaults
-    return {key: value for key, value in defaults.items() if key not in KEYS}
-
-
+"""Options that a size stands for, with a feed-forward width of 4 * hidden."""
 WEIGHTS_FORMAT = 2
 """What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
 
@@ -96,7 +69,10 @@ class FamilyConfig(Plugin):
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands for."""
-        return super().override(replaced(defaults, own), own)
+        if own.get("size") not in (None, "null"):
+            sized = ("hidden", "layers", "heads", "ffn_hidden")
+            defaults = {key: value for key, value in defaults.items() if key not in sized}
+        return super().override(defaults, own)
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         """Raise ValueError when the family cannot train on the objective, or read such tokens, with its options."""
@@ -110,39 +86,42 @@ class FamilyConfig(Plugin):
         return {}
 
 
-class SizedFamilyConfig(FamilyConfig):
-    """Base of families that have `hidden`, `layers`, `heads` and `ffn_hidden`, which a name of a size may set.
-
-    A size is replaced by its numbers before they are validated: a run by name is the run with these numbers.
-    """
-
-    size: SizeName | None = Field(None, exclude=True)
-    """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_size(cls, value: Any) -> Any:
-        return expanded(value) if isinstance(value, dict) else value
-
-
-class TransformerConfig(SizedFamilyConfig):
-    """Architecture of a stack of transformer blocks."""
-
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
+class ResidualConfig(FamilyConfig):
+    """Architecture of a stack of blocks along a residual stream."""
 
     hidden: int = Field(256, ge=8, description="Width of the residual stream.")
-    layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")
-    heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
+    layers: int
     ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
-
-    def problems(self) -> Iterator[str]:
-        if self.hidden % self.heads:
-            yield f"hidden: {self.hidden} is not a multiple of heads = {self.heads}"
 
     @property
     def ffn_width(self) -> int:
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+
+class TransformerConfig(ResidualConfig):
+    """Architecture of a stack of transformer blocks.
+
+    A size is replaced by its numbers before they are validated: a run by name is the run with these numbers.
+    """
+
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
+
+    size: SizeName | None = Field(None, exclude=True)
+    """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
+    layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")
+    heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_size(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or (numbers := SIZES.get(str(value.get("size")))) is None:
+            return value
+        return numbers | {key: option for key, option in value.items() if key != "size"}
+
+    def problems(self) -> Iterator[str]:
+        if self.hidden % self.heads:
+            yield f"hidden: {self.hidden} is not a multiple of heads = {self.heads}"
 
     def tp_sizes(self) -> dict[str, int]:
         """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut anywhere."""
@@ -166,8 +145,7 @@ class PostNormConfig(TransformerConfig):
     """Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."""
     pooling: Literal["mean", "cls"] = "mean"
     """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
-    embed_layer: int = Field(0, le=0)
-    """Block whose output is pooled when cells are embedded: 0 is the last, -1 the one before."""
+    embed_layer: int = Field(0, le=0, description="Block whose output is embedded: 0 is the last, -1 the one before.")
 
     def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":
@@ -177,10 +155,7 @@ class PostNormConfig(TransformerConfig):
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):
-            raise ValueError(
-                f"model.embed_layer {self.embed_layer}: objective classification predicts labels from the last block; "
-                "set embed_layer to 0"
-            )
+            raise ValueError("model.embed_layer: objective classification reads the last block; set it to 0")
 
     @property
     def n_ends(self) -> int:

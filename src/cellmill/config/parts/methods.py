@@ -11,7 +11,7 @@ from cellmill.config.plugin import Plugin
 
 
 class MethodConfig(Plugin):
-    """Base of every fine-tuning method's options; the method itself is a `cellmill.finetune.method.Method`."""
+    """Base of every fine-tuning method's options; `implementation` is a `cellmill.finetune.method.Method`."""
 
     kind: ClassVar[str] = "method"
     key: ClassVar[str] = "method"
@@ -23,8 +23,7 @@ class MethodConfig(Plugin):
     model, or the mean over the genes it has. With model.gene_vectors such genes also get their own vector, if the file
     has one (the same file as that of the model)."""
     min_known_frac: float = Field(0.01, ge=0, le=1)
-    """Minimum fraction of a corpus cell's expressed genes that the model of init_from must have; below it the training
-    is refused."""
+    """Minimum fraction of a cell's expressed genes that the model of init_from has; below it training is refused."""
 
 
 class FullConfig(MethodConfig):
@@ -32,10 +31,9 @@ class FullConfig(MethodConfig):
 
     implementation: ClassVar[str] = "cellmill.finetune.method:Full"
 
-    method: Literal["full"] = Field("full", description="Every parameter trains.")
+    method: Literal["full"] = "full"
     trunk_lr_frac: float = Field(1.0, gt=0)
-    """Learning rate of the trunk (everything except the objective's heads) as a fraction of train.lr, the rate of the
-    heads."""
+    """Learning rate of the trunk, all but the objective's heads, as a fraction of train.lr, the rate of the heads."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Factor of the learning rate from each block to the previous one: of N blocks, block i from 0 has layer_decay **
     (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole trunk."""
@@ -50,7 +48,7 @@ class HeadOnlyConfig(MethodConfig):
 
     implementation: ClassVar[str] = "cellmill.finetune.method:HeadOnly"
 
-    method: Literal["head_only"] = Field("head_only", description="Heads train, the trunk is frozen.")
+    method: Literal["head_only"] = "head_only"
 
 
 class PartialConfig(MethodConfig):
@@ -58,23 +56,20 @@ class PartialConfig(MethodConfig):
 
     implementation: ClassVar[str] = "cellmill.finetune.method:Partial"
 
-    method: Literal["partial"] = Field("partial", description="Heads and the last blocks train; the rest is frozen.")
+    method: Literal["partial"] = "partial"
     last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
-    trunk_lr_frac: float = Field(0.01, gt=0)
-    """Learning rate of these blocks as a fraction of train.lr, the rate of the heads."""
+    trunk_lr_frac: float = Field(0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr.")
 
 
 class LoraConfig(MethodConfig):
-    """Train low-rank adapters of the blocks' linear layers, and the objective's heads; the rest is frozen."""
+    """Train low-rank adapters of the blocks' linear layers (Hu et al. 2022), and the objective's heads. The adapters
+    are merged into the exported model, and also stored beside it in the layout of the package peft."""
 
     implementation: ClassVar[str] = "cellmill.finetune.lora:Lora"
 
     method: Literal["lora"] = "lora"
-    """Low-rank adapters of linear layers (Hu et al. 2022), merged into the exported model and also stored beside it in
-    the layout of the package peft."""
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
     targets: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks."""
-    trunk_lr_frac: float = Field(0.1, gt=0)
-    """Learning rate of the adapters as a fraction of train.lr, the rate of the heads."""
+    trunk_lr_frac: float = Field(0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr.")

@@ -25,7 +25,7 @@ class Columns:
 
 
 class TeacherVectors(Section):
-    """What is known of a teacher and of its vectors (`data.shards.teacher`)."""
+    """A teacher and its vectors (`data.shards.teacher`)."""
 
     width: int = Field(ge=1, description="Numbers of a vector.")
     sha256: str = Field(description="Digest of the vectors.")
@@ -67,7 +67,7 @@ class ObjectiveConfig(Plugin):
     reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
     label_option: ClassVar[str | None] = None  # option that names the obs column of labels that the loss reads
 
-    name: str = Field(description="Name of the objective.")
+    name: str
 
     def each(self) -> list["ObjectiveConfig"]:
         """Return this objective, or the parts of a sum."""

@@ -3,18 +3,11 @@
 import math
 import re
 from collections.abc import Iterator
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    WithJsonSchema,
-    create_model,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, create_model
 
 from cellmill.config import plugin
 from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig, TeacherVectors
@@ -34,15 +27,11 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     keep_frac: float = Field(0.0, ge=0, lt=1)
     """Fraction of the masked tokens that show their own content in training (BERT 0.1)."""
     cell_loss_weight: float = Field(1.0, ge=0)
-    """Weight of a second loss: predict the masked tokens from the cell embedding and the visible half of each token
-    (scGPT's GEPC). 0 turns it off."""
+    """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0 turns it off."""
 
     def problems(self) -> Iterator[str]:
-        if self.random_frac + self.keep_frac >= 1:
-            yield (
-                f"random_frac + keep_frac = {self.random_frac + self.keep_frac:g} hides none of the masked tokens; "
-                "lower one of them"
-            )
+        if (shown := self.random_frac + self.keep_frac) >= 1:
+            yield f"random_frac + keep_frac = {shown:g} hides none of the masked tokens; lower one of them"
 
     @property
     def reads_cells(self) -> bool:  # type: ignore[override]
@@ -54,32 +43,26 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedValue"
 
-    name: Literal["masked_value"] = Field("masked_value", description="Predict the values of masked tokens.")
+    name: Literal["masked_value"] = "masked_value"
     renormalize: bool = False
     """Compute values of visible tokens only from visible counts; set it to yes in new runs. Otherwise they leak the
     answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of the hidden ones, and bins shift
-    with hidden counts. The values to predict are always those of the whole cell. The default is off so that earlier
-    runs stay reproducible."""
+    with hidden counts. The values to predict are those of the whole cell. Off keeps earlier runs."""
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
         return self.renormalize
 
     def warnings(self, option: str = "objective") -> list[str]:
-        if self.renormalize:
-            return []
-        return [
+        leak = (
             f"{option}.renormalize is no: values of visible tokens are made with a cell's whole library size, so they "
             "leak the sum of the hidden counts; set it to yes in a new run"
-        ]
+        )
+        return [] if self.renormalize else [leak]
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind not in ("class", "scalar"):
-            choose = "objective masked_gene" if tokens.sequences else "binned or continuous, or objective masked_gene"
-            raise ValueError(
-                f"objective masked_value needs values, which tokens.tokenizer {tokens.tokenizer} does not have; "
-                f"choose {choose}"
-            )
+            raise ValueError(f"objective masked_value needs values, {tokens.tokenizer} has none; choose masked_gene")
 
 
 class MaskedGeneConfig(MaskedObjectiveConfig):
@@ -87,11 +70,15 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedGene"
 
-    name: Literal["masked_gene"] = Field("masked_gene", description="Predict which genes the masked tokens are.")
+    name: Literal["masked_gene"] = "masked_gene"
 
 
 class HiddenShareConfig(ObjectiveConfig):
     """Options of objectives that hide a random fraction of each cell."""
+
+    needs_counts: ClassVar[bool] = True
+    draws_view: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = False
 
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
@@ -99,35 +86,24 @@ class HiddenShareConfig(ObjectiveConfig):
 
     def problems(self) -> Iterator[str]:
         if self.min_hidden_frac > self.max_hidden_frac:
-            yield (
-                f"min_hidden_frac: expected at most max_hidden_frac {self.max_hidden_frac:g}, got "
-                f"{self.min_hidden_frac:g}"
-            )
+            yield f"min_hidden_frac: expected at most {self.max_hidden_frac:g}, the maximum; lower it"
 
 
 class QueryDecodingConfig(HiddenShareConfig):
     """Predict the value of each queried gene, zeros included, from the cell embedding and the gene."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.query_decoding:QueryDecoding"
-    needs_counts: ClassVar[bool] = True
-    draws_view: ClassVar[bool] = True
-    hides_tokens: ClassVar[bool] = False
 
     name: Literal["query_decoding"] = "query_decoding"
-    """Predict the values of hidden genes one by one, zeros included; the decoder receives the gene."""
     max_asked: int = Field(256, ge=1)
     """Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's memory."""
-    undetected_ratio: float = Field(1.0, gt=0)
-    """Number of hidden undetected genes to predict per detected one."""
+    undetected_ratio: float = Field(1.0, gt=0, description="Hidden undetected genes to predict per detected one.")
     decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
     decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind != "scalar":
-            raise ValueError(
-                f"objective query_decoding needs values that are numbers, which tokens.tokenizer {tokens.tokenizer} "
-                "does not have; choose continuous, or objective cell_decoding"
-            )
+            raise ValueError(f"objective query_decoding needs numbers, got {tokens.tokenizer}; choose continuous")
 
 
 class NextGeneConfig(ObjectiveConfig):
@@ -136,13 +112,10 @@ class NextGeneConfig(ObjectiveConfig):
     implementation: ClassVar[str] = "cellmill.models.objectives.next_gene:NextGene"
 
     name: Literal["next_gene"] = "next_gene"
-    """Predict each next gene of a cell in rank order, its value, and the cell's end."""
     value_loss_weight: float = Field(1.0, ge=0)
-    """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns it off; tokenizers
-    without values have none."""
+    """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns it off."""
 
 
-BALANCED = "balanced"
 ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
 """Families with cell vectors that heads can read."""
 
@@ -161,42 +134,40 @@ class LabelConfig(ObjectiveConfig):
 
 
 class ClassificationConfig(LabelConfig):
-    """Cell labels predicted from the cell embedding."""
+    """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model cards and
+    tables mark the run as supervised."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Classification"
     families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["classification"] = "classification"
-    """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model cards and
-    tables mark the run as supervised."""
     class_weights: Literal["balanced"] | dict[str, float] | None = None
     """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a label with n of
     the N labelled training cells, with K labels; train writes the numbers into the run."""
     head_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and labels; null is a linear classifier."""
-    head_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the last layer of the head, the same in every layout."""
+    head_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the last layer of the head.")
 
     adversarial_scale: float | None = Field(None, gt=0)
     """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so that the head
     learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 embeddings collapsed).
     Such a label is not predicted. null trains head and model together."""
 
-    @field_validator("class_weights")
-    @classmethod
-    def _positive(cls, value: object) -> object:
-        given = value if isinstance(value, dict) else {}
-        if wrong := [label for label, weight in given.items() if not 0 <= weight < math.inf]:
-            raise ValueError(f"{wrong[0]}: expected a weight of 0 or more, got {given[wrong[0]]}")
-        return value
+    @property
+    def given_weights(self) -> dict[str, float]:
+        return self.class_weights if isinstance(self.class_weights, dict) else {}
+
+    def problems(self) -> Iterator[str]:
+        for label, weight in self.given_weights.items():
+            if not 0 <= weight < math.inf:
+                yield f"class_weights: {label}: expected a weight of 0 or more, got {weight}"
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
         return () if self.adversarial_scale else super().supervised_by
 
     def columns(self) -> Columns:
-        given = self.class_weights if isinstance(self.class_weights, dict) else {}
-        named = ("objective.class_weights", self.label_column, list(given))
+        named = ("objective.class_weights", self.label_column, list(self.given_weights))
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
     def stream(self) -> dict[str, Any]:
@@ -204,7 +175,7 @@ class ClassificationConfig(LabelConfig):
         return {"weight_by": self.label_column, "labelled_frac": 1.0} | balanced
 
     def fit(self, facts: Facts) -> Self:
-        if self.class_weights != BALANCED:
+        if self.class_weights != "balanced":
             return self
         counts = {label: n for label, n in facts.cells_by_level(self.label_column).items() if n}
         weights = {label: sum(counts.values()) / (len(counts) * n) for label, n in counts.items()}
@@ -212,19 +183,19 @@ class ClassificationConfig(LabelConfig):
 
 
 class SupervisedContrastiveConfig(LabelConfig):
-    """Supervised contrastive embeddings: cells of one label close together, and far from other labels."""
+    """Supervised contrastive loss: separate cells of one label from all others of the global batch, by their embeddings
+    (Khosla et al. 2020). Model cards and tables mark the run as supervised."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.contrastive:SupervisedContrastive"
 
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
-    """Supervised contrastive loss: separate cells of one label from all others of the global batch, by their embeddings
-    (Khosla et al. 2020). Model cards and tables mark the run as supervised."""
     temperature: float = Field(0.1, gt=0)
     """Temperature, which divides cosine similarities; lower values give the nearest cells more weight."""
 
 
 class RegressionConfig(ObjectiveConfig):
-    """A number per cell, predicted from the cell embedding."""
+    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells. Model cards
+    and tables mark the run as supervised."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Regression"
     hides_tokens: ClassVar[bool] = False
@@ -232,15 +203,12 @@ class RegressionConfig(ObjectiveConfig):
     families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["regression"] = "regression"
-    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells. Model cards
-    and tables mark the run as supervised."""
     target_column: str
     """obs column of the target; cells without a value are ignored. It is standardised: the model learns (target -
     target_mean) / target_std, and predictions are in the column's own unit."""
     loss: Literal["mse", "huber", "pearson"] = "mse"
-    """mse: squared error; huber: Huber loss, linear above huber_delta (Huber 1964); pearson: 1 minus Pearson's
-    correlation over the cells of a global batch, in training and in validation. With pearson, scale and offset of the
-    predictions are arbitrary, as they do not change the loss."""
+    """mse: squared error; huber: linear above huber_delta (Huber 1964); pearson: 1 minus Pearson's correlation over the
+    cells of a global batch, which leaves scale and offset of the predictions arbitrary."""
     huber_delta: float = Field(1.0, gt=0)
     """Threshold of the Huber loss, in standard deviations of the target; read with loss huber."""
     target_mean: float | None = None
@@ -248,8 +216,7 @@ class RegressionConfig(ObjectiveConfig):
     target_std: float | None = Field(None, gt=0, description="Standard deviation of the target; null likewise.")
     number_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and target; null is a linear model."""
-    number_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the last layer of the head, the same in every layout."""
+    number_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the last layer of the head.")
 
     def columns(self) -> Columns:
         return Columns(numbers={self.target_column: "objective.target_column"})
@@ -260,15 +227,14 @@ class RegressionConfig(ObjectiveConfig):
 
 
 class DistillConfig(ObjectiveConfig):
-    """Another model's embedding of each cell, predicted from the cell embedding."""
+    """Predict the embedding of a teacher, another model, from the cell embedding by a linear layer: usually a part of a
+    sum with cell_decoding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.labels:Distill"
     hides_tokens: ClassVar[bool] = False
     families: ClassVar[tuple[str, ...]] = ENCODING
 
     name: Literal["distill"] = "distill"
-    """Predict the embedding of a teacher, another model, from the cell embedding by a linear layer: usually a part of a
-    sum with cell_decoding."""
     teacher: str
     """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of each dataset, with
     a `/`, such as ./scgpt, whose obsm["X_cellmill"], obsm["X_emb"] or X has the vectors and whose obs has the cells'
@@ -284,35 +250,16 @@ class DistillConfig(ObjectiveConfig):
         return self.model_copy(update={"vectors": facts.teacher()})
 
 
-def _choice(name: str) -> type[Plugin]:
-    """Options class of the part `name`: the objective's options and `weight`."""
+@cache
+def _part(name: str) -> type[Plugin]:
+    """Options class of a part of a sum: the objective's options and `weight`."""
     if name == "sum":
         raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
-    return _weighted(plugin.load("objective", name, ObjectiveConfig))
-
-
-@cache
-def _weighted(objective: type[ObjectiveConfig]) -> type[ObjectiveConfig]:
+    objective = plugin.load("objective", name, ObjectiveConfig)
     if "weight" in objective.model_fields:
-        raise ValueError(
-            f"objective {objective.__name__} has an option `weight` of its own and cannot be part of a sum"
-        )
+        raise ValueError(f"objective {name} has an option `weight` of its own and cannot be part of a sum")
     weight: Any = (float, Field(1.0, gt=0, description="Weight of the objective's mean loss in the sum."))
     return create_model(f"Weighted{objective.__name__}", __base__=objective, weight=weight)
-
-
-def _parts(value: Any) -> Any:
-    """Options of each part: by the objective's name, or by any other whose options then have `name`."""
-    named = isinstance(value, dict)
-    parts = {} if named else by_name(ObjectiveConfig, value, _choice)
-    for key, options in value.items() if named else ():
-        name = getattr(options, "name", key) if not isinstance(options, dict) else options.get("name", key)
-        if name != key and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(key)):
-            raise ValueError(f"{key}: the name of a part is of letters, digits and _; choose another")
-        parts[key] = by_name(ObjectiveConfig, {name: options}, _choice)[name]
-    if not parts:
-        raise ValueError("expected at least one objective with its options, such as cell_decoding: {}, got none")
-    return parts
 
 
 class SumConfig(ObjectiveConfig):
@@ -320,10 +267,10 @@ class SumConfig(ObjectiveConfig):
 
     implementation: ClassVar[str] = "cellmill.models.objectives.sum:Sum"
 
-    name: Literal["sum"] = Field("sum", description="Several objectives at once.")
+    name: Literal["sum"] = "sum"
     parts: Annotated[
         dict[str, SerializeAsAny[ObjectiveConfig]],
-        BeforeValidator(_parts),
+        BeforeValidator(partial(by_name, ObjectiveConfig, choice=_part)),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ]
     """Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may have any name, with
@@ -332,14 +279,18 @@ class SumConfig(ObjectiveConfig):
     masked_gene, next_gene). Weights are above 0."""
 
     def problems(self) -> Iterator[str]:
-        for does, having in (
-            ("draw a view", [part.name for part in self.each() if part.draws_view]),
-            ("hide tokens", [part.name for part in self.each() if part.hides_tokens]),
+        if not self.parts:
+            yield "parts: expected at least one objective with its options, such as cell_decoding: {}, got none"
+        for name, part in self.parts.items():
+            if name != part.name and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
+                yield f"parts: {name}: the name of a part is of letters, digits and _; choose another"
+        for having, does in (
+            ([name for name, part in self.parts.items() if part.draws_view], "draw a view"),
+            ([name for name, part in self.parts.items() if part.hides_tokens], "hide tokens"),
+            ([name for name, part in self.parts.items() if isinstance(part, DistillConfig)], "have a teacher"),
         ):
             if len(having) > 1:
                 yield f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
-        if len(taught := [name for name, part in self.parts.items() if isinstance(part, DistillConfig)]) > 1:
-            yield f"parts: {' and '.join(taught)} both have a teacher, and batches carry the vectors of one; keep one"
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
@@ -373,23 +324,17 @@ class DecodingConfig(HiddenShareConfig):
     """Options of objectives that predict expression, over the whole vocabulary, from the cell embedding."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
-    needs_counts: ClassVar[bool] = True
-    draws_view: ClassVar[bool] = True
-    hides_tokens: ClassVar[bool] = False
 
     likelihood: Literal["softmax", "nb"] = "softmax"
     """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of every gene,
     zeros included; the mean is the softmax times the sum of the cell's counts to predict, the dispersion is learned per
     gene. Genes cut off by tokens.max_tokens count as zeros."""
     weights: Literal["log1p", "counts"] = "log1p"
-    """Weight of a gene in its cell's cross-entropy: log(1 + count), or the count (multinomial likelihood); the weights
-    of a cell sum to 1."""
-    decoder_hidden: int | None = Field(256, ge=1)
-    """Width of the decoder's hidden layer; null is a linear decoder."""
+    """Weight of a gene in its cell's cross-entropy, normalised per cell: log(1 + count), or the count."""
+    decoder_hidden: int | None = Field(256, ge=1, description="Width of the decoder's hidden layer; null is linear.")
     view_loss: Literal["vicreg"] | None = None
-    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the global batch; it
-    encodes both parts, in two forward passes. vicreg: variance-invariance-covariance regularisation (Bardes et al.
-    2022)."""
+    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the global batch, in
+    two forward passes. vicreg: variance-invariance-covariance regularisation (Bardes et al. 2022)."""
     # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
     invariance_weight: float = Field(0.1, ge=0)
     """Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has weight 1."""
@@ -403,8 +348,7 @@ class DecodingConfig(HiddenShareConfig):
     """Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the cell embedding;
     requires batch_column. null has none."""
     batch_adversary_scale: float = Field(0.02, gt=0)
-    """Factor of the reversed gradient, in addition to the weight of the classifier's loss. If their product is large,
-    the embedding collapses."""
+    """Factor of the reversed gradient, besides the loss's weight. If their product is large, embeddings collapse."""
 
     def problems(self) -> Iterator[str]:
         vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
@@ -423,24 +367,15 @@ class DecodingConfig(HiddenShareConfig):
     def check_tokens(self, tokens: Tokens) -> None:
         """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
         if tokens.sequences:
-            raise ValueError(
-                f"objective {self.name} needs counts, which sequences do not have; set objective.name to masked_gene"
-            )
-        view = getattr(self, "view", "")  # an option, or fixed
-        if view != "drop" and tokens.value_kind == "place":
-            chosen = "view" in type(self).model_fields
-            raise ValueError(
-                f"objective{f'.view {view}' if chosen else f' {self.name}'} needs values made from counts, which "
-                f"tokens.tokenizer {tokens.tokenizer} does not have; choose binned or continuous"
-                f"{', or view drop' if chosen else ''}"
-            )
+            raise ValueError(f"objective {self.name} needs counts, which sequences do not have; set masked_gene")
+        if (view := getattr(self, "view", "")) != "drop" and tokens.value_kind == "place":
+            raise ValueError(f"objective view {view} needs values of counts, got {tokens.tokenizer}; choose binned")
 
 
 class CellDecodingConfig(DecodingConfig):
     """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
 
     name: Literal["cell_decoding"] = "cell_decoding"
-    """Predict the hidden part of a cell's expression from the cell embedding."""
     view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
     """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial draw of each
     count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The rest is hidden."""
@@ -453,11 +388,12 @@ class DenoiseConfig(DecodingConfig):
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["all"]] = "all"
 
-    name: Literal["denoise"] = Field("denoise", description="Predict a whole cell from its thinned counts.")
+    name: Literal["denoise"] = "denoise"
 
 
 class PerturbationResponseConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression from its embedding and its perturbation."""
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
+    predict a control's expression under a perturbation. Task perturbation evaluates it."""
 
     implementation: ClassVar[str] = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
@@ -466,8 +402,6 @@ class PerturbationResponseConfig(DecodingConfig):
     families: ClassVar[tuple[str, ...]] = ("profile", "encoder", "autoencoder", "scgpt")
 
     name: Literal["perturbation_response"] = "perturbation_response"
-    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
-    predict a control's expression under a perturbation. Task perturbation evaluates it."""
     likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
     weights: Literal["counts"] = "counts"
     """Weight of a gene in its cell's cross-entropy: its count, because expression changes are measured in counts."""
@@ -489,7 +423,6 @@ class PerturbationResponseConfig(DecodingConfig):
     def fit(self, facts: Facts) -> Self:
         if self.perturbed_genes is not None:
             return self
-        genes = facts.genes(self.perturbation_column).items()
-        return self.model_copy(
-            update={"perturbed_genes": {level: list(ids) for level, ids in genes if ids and level != self.control}}
-        )
+        named = facts.genes(self.perturbation_column).items()
+        genes = {level: list(ids) for level, ids in named if ids and level != self.control}
+        return self.model_copy(update={"perturbed_genes": genes})

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
-    Field,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     WithJsonSchema,
@@ -59,7 +58,7 @@ class AdamWConfig(OptimizerConfig):
     fused: ClassVar[bool] = True
     offloaded: ClassVar[str | None] = "cellmill.train.optimizer:OffloadedAdamW"
 
-    name: Literal["adamw"] = Field("adamw", description="Name of the optimizer.")
+    name: Literal["adamw"] = "adamw"
 
 
 class MuonConfig(OptimizerConfig):
@@ -69,7 +68,7 @@ class MuonConfig(OptimizerConfig):
     matrix_state_names: ClassVar[tuple[str, ...] | None] = ("momentum",)
     fused: ClassVar[bool] = True
 
-    name: Literal["muon"] = Field("muon", description="Name of the optimizer.")
+    name: Literal["muon"] = "muon"
 
 
 Optimizer = Annotated[

@@ -47,10 +47,7 @@ class Tokens(Plugin):
         if self.sequences and (self.truncation != "top" or self.zero_frac):
             yield "truncation and zero_frac are for cells; leave them out for sequences"
         if self.zero_frac and self.value_kind not in ("class", "scalar"):
-            yield (
-                f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; choose binned or "
-                "continuous, or leave it out"
-            )
+            yield f"zero_frac: tokenizer {self.tokenizer} has no value for a gene without counts; leave it out"
 
     @property
     def n_values(self) -> int:
@@ -77,26 +74,23 @@ class ContinuousTokens(Tokens):
     implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:ContinuousTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
 
-    tokenizer: Literal["continuous"] = Field("continuous", description="Value: log(1 + counts per 10,000).")
+    tokenizer: Literal["continuous"] = "continuous"
 
 
 class BinnedTokens(Tokens):
-    """Tokens of a gene and the bin of its count."""
+    """Tokens of a gene and the bin of its count, from 1; 0 is no count."""
 
     implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:BinnedTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
 
-    tokenizer: Literal["binned"] = Field("binned", description="Value: bin of the count, from 1; 0 is no count.")
+    tokenizer: Literal["binned"] = "binned"
     bins: int = Field(51, ge=2, description="Number of bins.")
     binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = "quantile_cell"
-    """Bin edges. quantile_cell: quantiles of the cell's own counts (scGPT). uniform: equal steps of log(1 + counts per
-    10,000) from 0 to max_value. quantile_corpus: quantiles of these values over all cells of the corpus, which requires
-    vocabulary.quantiles."""
-    max_value: float = Field(10.0, gt=0)
-    """Upper edge of the last bin of binning uniform, which also contains larger values."""
+    """Bin edges. quantile_cell: quantiles of the cell's counts (scGPT). uniform: equal steps of log(1 + counts per
+    10,000) from 0 to max_value. quantile_corpus: quantiles over the corpus; requires vocabulary.quantiles."""
+    max_value: float = Field(10.0, gt=0, description="Last edge of binning uniform; larger values are in the last bin.")
     edges: list[float] | None = None
-    """The bins - 1 inner edges of binning quantile_corpus, as log(1 + counts per 10,000), ascending; null uses those of
-    the run's vocabulary."""
+    """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null: of the vocabulary."""
 
     @property
     def n_values(self) -> int:
@@ -107,10 +101,14 @@ class BinnedTokens(Tokens):
         return self.binning == "quantile_corpus" and self.edges is None
 
     def fitted(self, quantiles: Sequence[float]) -> Self:
-        """These options with `edges`, interpolated between `quantiles`."""
         if not self.needs_quantiles:
             return self
-        return self.model_copy(update={"edges": [_interpolated(quantiles, i / self.bins) for i in range(1, self.bins)]})
+        edges = []
+        for i in range(1, self.bins):
+            position = i / self.bins * (len(quantiles) - 1)
+            low = int(position)
+            edges.append(quantiles[low] + (position - low) * (quantiles[low + 1] - quantiles[low]))
+        return self.model_copy(update={"edges": edges})
 
     def problems(self) -> Iterator[str]:
         if self.edges is None:
@@ -121,21 +119,13 @@ class BinnedTokens(Tokens):
             yield f"edges: expected {self.bins - 1} ascending numbers for {self.bins} bins, or null"
 
 
-def _interpolated(quantiles: Sequence[float], probability: float) -> float:
-    """Quantile at `probability`, in [0, 1), between those at equal steps."""
-    place = probability * (len(quantiles) - 1)
-    low = int(place)
-    return quantiles[low] + (place - low) * (quantiles[low + 1] - quantiles[low])
-
-
 class RankTokens(Tokens):
-    """Tokens of a gene and its rank in the cell."""
+    """Tokens of a gene and its rank in the cell, sorted by count over corpus median."""
 
     implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
 
     tokenizer: Literal["rank"] = "rank"
-    """Value: rank of the gene in the cell, sorted by count over corpus median."""
 
     @property
     def n_values(self) -> int:
@@ -143,10 +133,8 @@ class RankTokens(Tokens):
 
 
 class SequenceTokens(RankTokens):
-    """Tokens of a residue and its position in the sequence."""
+    """Tokens of a residue of a FASTA file and its position in the sequence."""
 
     sequences: ClassVar[bool] = True
 
-    tokenizer: Literal["sequence"] = Field(  # type: ignore[assignment]
-        "sequence", description="Residues of a FASTA file, in their order. Value: position in the sequence."
-    )
+    tokenizer: Literal["sequence"] = "sequence"  # type: ignore[assignment]

@@ -3,11 +3,12 @@
 Keys and passwords of services come from the environment alone: options are written to run.json and to reports.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from cellmill.config.plugin import Plugin, by_name
 from cellmill.config.section import Section
@@ -20,6 +21,11 @@ class TrackerConfig(Plugin):
 
     name: str
 
+    def problems(self) -> Iterator[str]:
+        for key, value in self:
+            if isinstance(value, str) and urlsplit(value).password is not None:
+                yield f"{key}: has a password, which run.json would show; set it in the environment"
+
 
 class ObserverConfig(Plugin):
     """Base of every observer's options; the observer itself is a `cellmill.track.tracker.Observer`."""
@@ -29,23 +35,12 @@ class ObserverConfig(Plugin):
     name: str
 
 
-def without_password(variable: str) -> AfterValidator:
-    """Validator that refuses a URL with a password."""
-
-    def check(url: str | None) -> str | None:
-        if url is not None and urlsplit(url).password is not None:
-            raise ValueError(f"has a password, which run.json would show; set {variable} in the environment")
-        return url
-
-    return AfterValidator(check)
-
-
 class TensorboardConfig(TrackerConfig):
     """Event files in `train/track/tensorboard` of the run, for `tensorboard --logdir results/runs`."""
 
     implementation: ClassVar[str] = "cellmill.track.to_tensorboard:TensorboardTracker"
 
-    name: Literal["tensorboard"] = Field("tensorboard", description="Name of the tracker.")
+    name: Literal["tensorboard"] = "tensorboard"
 
 
 class MlflowConfig(TrackerConfig):
@@ -53,8 +48,8 @@ class MlflowConfig(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
 
-    name: Literal["mlflow"] = Field("mlflow", description="Name of the tracker.")
-    uri: Annotated[str | None, without_password("MLFLOW_TRACKING_URI")] = None
+    name: Literal["mlflow"] = "mlflow"
+    uri: str | None = None
     """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default."""
     experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
 
@@ -64,7 +59,7 @@ class WandbConfig(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill.track.to_wandb:WandbTracker"
 
-    name: Literal["wandb"] = Field("wandb", description="Name of the tracker.")
+    name: Literal["wandb"] = "wandb"
     project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
     entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
     mode: Literal["online", "offline"] | None = None
@@ -76,7 +71,7 @@ class TrackioConfig(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill.track.to_trackio:TrackioTracker"
 
-    name: Literal["trackio"] = Field("trackio", description="Name of the tracker.")
+    name: Literal["trackio"] = "trackio"
     project: str = Field("cellmill", min_length=1, description="Project.")
 
 
@@ -85,7 +80,7 @@ class CometConfig(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill.track.to_comet:CometTracker"
 
-    name: Literal["comet"] = Field("comet", description="Name of the tracker.")
+    name: Literal["comet"] = "comet"
     project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
     workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
     mode: Literal["online", "offline"] = "online"
@@ -97,8 +92,8 @@ class LangfuseConfig(TrackerConfig):
 
     implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
 
-    name: Literal["langfuse"] = Field("langfuse", description="Name of the tracker.")
-    host: Annotated[str | None, without_password("LANGFUSE_BASE_URL")] = None
+    name: Literal["langfuse"] = "langfuse"
+    host: str | None = None
     """Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."""
 
 
