@@ -97,6 +97,8 @@ STREAMS: dict[str, dict[str, Any]] = {
     "in disk order": {"shuffle": False},
 }
 STEPS = 6
+TRAIN = {"steps": STEPS, "global_batch": 16, "token_budget": 256, "warmup_steps": 1}
+TRAIN |= {"val_every_steps": 3, "log_every_steps": 1}
 SHARED = {"stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2}}
 
 
@@ -147,27 +149,16 @@ def _corpus(checkout: Path, work: Path) -> None:
         "train": {"steps": 1},
     }
     (work / "config.yaml").write_text(json.dumps(tree))
-    shared = ["--config", f"{work}/config.yaml", "--corpus", "sim"]
+    shared = f"--config {work}/config.yaml --corpus sim"
     for seed, dataset in enumerate("ab"):
-        raw = work / f"{dataset}.h5ad"
-        _cellmill(
-            checkout, "simulate", "--out", raw, "--cells", 130, "--genes", 90, "--perturbations", 4, "--seed", seed
-        )
+        raw = f"{work}/{dataset}.h5ad"
+        _cellmill(checkout, f"simulate --out {raw} --cells 130 --genes 90 --perturbations 4 --seed {seed}")
         _python(checkout, _AGE, raw)
-        cells = ["--input", raw, "--dataset", dataset, "--out", work / f"cells/{dataset}.h5ad"]
-        _cellmill(checkout, "preprocess", *shared, *cells, "--report", work / f"{dataset}.json")
-    cells = ["--cells", work / "cells/a.h5ad", work / "cells/b.h5ad"]
-    _cellmill(checkout, "vocabulary", *shared, *cells, "--out", work / "vocabulary.tsv")
-    _cellmill(
-        checkout,
-        "shard",
-        *shared,
-        *cells,
-        "--vocabulary",
-        work / "vocabulary.tsv",
-        "--out",
-        work / "shards/manifest.json",
-    )
+        files = f"--input {raw} --out {work}/cells/{dataset}.h5ad --report {work}/{dataset}.json"
+        _cellmill(checkout, f"preprocess {shared} --dataset {dataset} {files}")
+    cells = f"--cells {work}/cells/a.h5ad {work}/cells/b.h5ad"
+    _cellmill(checkout, f"vocabulary {shared} {cells} --out {work}/vocabulary.tsv")
+    _cellmill(checkout, f"shard {shared} {cells} --vocabulary {work}/vocabulary.tsv --out {work}/shards/manifest.json")
 
 
 _AGE = """
@@ -284,38 +275,20 @@ def _curves(checkout: Path, work: Path) -> dict[str, str]:
 
 def _trained(checkout: Path, work: Path, case: str, name: str, layout: dict[str, Any]) -> dict[str, str]:
     """Digests of the curve of a short training, and of its exported weights; what it says if it is refused."""
-    train = {
-        "steps": STEPS,
-        "global_batch": 16,
-        "token_budget": 256,
-        "warmup_steps": 1,
-        "val_every_steps": 3,
-        "log_every_steps": 1,
-    }
-    options = {"tokens": {"max_tokens": 40}, "parallel": layout, "train": train, **SHARED}
+    options = {"tokens": {"max_tokens": 40}, "parallel": layout, "train": TRAIN, **SHARED}
     for section, values in MODELS[name].items():
         options[section] = options.get(section, {}) | values
     out = work / "runs" / case.replace(" ", "-").replace(",", "")
-    inputs = ["--manifest", work / "shards/manifest.json", "--vocabulary", work / "vocabulary.tsv"]
-    processes = ["--nproc-per-node", 2 if layout else 1]
-    words = ["train", "--options", json.dumps(options), *inputs, "--out", out / "train", *processes]
+    inputs = f"--manifest {work}/shards/manifest.json --vocabulary {work}/vocabulary.tsv"
     try:
-        _cellmill(checkout, *words)
+        words = f"train {inputs} --out {out}/train --nproc-per-node {2 if layout else 1} --options"
+        _cellmill(checkout, words, json.dumps(options))
     except subprocess.CalledProcessError as error:
         return {"curve": error.stderr.strip().splitlines()[-1]}
     kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
     lines = [json.loads(line) for line in (out / "train/metrics.jsonl").read_text().splitlines()]
     curve = [{k: v for k, v in line.items() if k in kept or k.startswith(("loss_", "val_"))} for line in lines]
-    _cellmill(
-        checkout,
-        "consolidate",
-        "--train",
-        out / "train",
-        "--vocabulary",
-        work / "vocabulary.tsv",
-        "--out",
-        out / "model",
-    )
+    _cellmill(checkout, f"consolidate --train {out}/train --vocabulary {work}/vocabulary.tsv --out {out}/model")
     weights = (out / "model/model.safetensors").read_bytes()
     return {"curve": _digest(json.dumps(curve, sort_keys=True)), "weights": _digest(weights)}
 
@@ -340,8 +313,8 @@ def _digest(value: str | bytes) -> str:
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
 
 
-def _cellmill(checkout: Path, *words: Any) -> str:
-    return _run(checkout, [sys.executable, "-m", "cellmill.cli", *map(str, words)])
+def _cellmill(checkout: Path, words: str, *more: str) -> str:
+    return _run(checkout, [sys.executable, "-m", "cellmill.cli", *words.split(), *more])
 
 
 def _python(checkout: Path, script: str, *words: Any) -> str:

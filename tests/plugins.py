@@ -17,18 +17,10 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("plugins")
     source, target = folder / "source", folder / "site"
     shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
-    words = [
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--target",
-        str(target),
-        str(source),
-    ]
+    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    words = [sys.executable, "-m", "pip", "install", *flags, "--target", str(target), str(source)]
     # pip warns of itself
     quiet = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    subprocess.run([sys.executable, "-m", "pip", *words, "--disable-pip-version-check"], check=True, env=quiet)
+    subprocess.run(words, check=True, env=quiet)
     path = os.pathsep.join(part for part in (str(target), os.environ.get("PYTHONPATH", "")) if part)
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

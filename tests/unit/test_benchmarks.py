@@ -80,17 +80,6 @@ def test_a_ratio_above_its_budget_is_named_with_value_and_file(root: Path, monke
     assert "benchmarks/budget.toml" in line
 
 
-def test_padded_peers_of_train_step_answer_masked_tokens_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    train_step = importlib.import_module("train_step")
-    batch = next(train_step.draw_batches(1, longest=64))
-    genes, _, inside, answers = train_step.pad(batch, 0, torch.device("cpu"))
-    asked = answers != train_step.NOT_ASKED
-    assert inside.sum() == len(batch.genes)
-    assert torch.equal(asked, (genes == 1) & inside)
-    assert set(answers[asked].tolist()) <= set(batch.genes.tolist())
-
-
 def test_the_packed_peer_of_train_step_has_the_logits_of_the_padded_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,13 +20,12 @@ from cellmill.config.section import Section, error_line, explain, shown
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # name of a corpus, run or dataset, which is part of a path
 MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
 
 
 def check_name(name: Any) -> str:
     """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
-    if isinstance(name, str) and not re.fullmatch(NAME, name):
+    if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ValueError(f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit")
     if not isinstance(read := yaml.safe_load(name) if isinstance(name, str) else name, str):
         raise ValueError(f"YAML reads the name {name} as {read}; add a letter to it")
@@ -47,10 +46,9 @@ class ObsColumns(Section):
     """Name of the label in preprocessed cells, so that datasets whose columns have other names share one; of several
     labels one for each, separated by |. Empty for the name of the column."""
     label_map: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Tab-separated file with the columns `from` and `to`, which renames values of the label in preprocessed cells, and
-    with that in shards, training and evaluation; of several labels one for each, separated by |, where an empty one
-    renames nothing. Cells of a `from` whose `to` is empty have no label; labels that the file leaves out stay as they
-    are, and are reported. A `from` that no cell has is refused. `filter` reads the values before they are renamed."""
+    """Tab-separated file with the columns `from` and `to`, which renames values of the label in preprocessed cells and
+    all that follows; of several labels one for each, or nothing, separated by |. Cells whose `to` is empty get no
+    label; labels not listed stay, and are reported. A `from` that no cell has is refused. `filter` comes before."""
     batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
     donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
     condition: str | None = None

@@ -8,6 +8,7 @@ names made from the values.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -199,17 +200,12 @@ class Workflow(Section):
                 if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
                     known = did_you_mean(parent, self.runs)
                     yield f"runs.{name}.{key}: no run {parent!r}; {known}; a folder has a `/`, such as ./NAME"
-            self._refuse_circle([name])
             yield from (f"runs.{name}{problem}" for problem in self._trunk_problems(run))
-
-    def _refuse_circle(self, chain: list[str]) -> None:
-        """Refuse a run that waits for itself; `chain` are runs of which each waits for the next."""
-        run = self.runs[chain[-1]]
-        for key, parent in (("init_from", run.init_from), ("trunk", run.trunk), ("objective.teacher", run.teacher)):
-            if parent in chain:
-                raise ValueError(f"runs.{chain[0]}.{key}: a circle: {' -> '.join([*chain, parent])}")
-            if parent in self.runs:
-                self._refuse_circle([*chain, parent])
+        waits_for = {name: {run.init_from, run.trunk, run.teacher} & {*self.runs} for name, run in self.runs.items()}
+        try:
+            TopologicalSorter(waits_for).prepare()
+        except CycleError as error:
+            yield f"runs: init_from, trunk and objective.teacher are a circle: {' -> '.join(reversed(error.args[1]))}"
 
     def _trunk_problems(self, run: RunConfig) -> Iterator[str]:
         """Why a run cannot continue from its trunk: it is not a run, or will not have the checkpoint."""

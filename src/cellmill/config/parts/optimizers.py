@@ -5,13 +5,7 @@ Learning rate, weight decay and the decay rates of AdamW are options of the sect
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    WithJsonSchema,
-    model_serializer,
-)
+from pydantic import BeforeValidator, SerializeAsAny, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from cellmill.config.plugin import Plugin
 
