@@ -194,10 +194,7 @@ try:
 except ImportError:
     from cellmill.data.stream.cell_stream import CellStream
 from cellmill.config.run import Stream
-try:
-    from cellmill.config.tokens import Tokens
-except ImportError:
-    from cellmill.config.parts.tokens import Tokens
+from cellmill.config.parts.tokens import Tokens
 manifest, streams, shared = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 found = {}
 for name, given in streams.items():
@@ -223,10 +220,7 @@ import hashlib, json, sys
 from pathlib import Path
 from cellmill.config.load import load_config
 from cellmill.config.options import OPTIONS, TrainOptions
-try:
-    from cellmill.runs.identity import identity
-except ImportError:
-    from cellmill.runs.earlier import identity
+from cellmill.runs.identity import identity
 def digest(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 found = {}

@@ -210,7 +210,7 @@ WRONG = {
         "vocabulary.medians: string should match pattern '^[^{}<>\\r\\n]+$', got 'scgpt:a{b}'"
     ),
     "runs: {a: {corpus: pbmc, init_from: b}, b: {corpus: pbmc, objective: {name: distill, teacher: a}}}": (
-        "runs.a.objective.teacher: a circle: a -> b -> a"
+        "runs: init_from, trunk and objective.teacher are a circle: a -> b -> a"
     ),
     "objective: {name: sum, parts: {big: {name: distill, teacher: ./a}, deep: {name: distill, teacher: ./b}}}": (
         "objective: parts: big and deep both have a teacher, and the model is given one batch; keep one"

@@ -205,7 +205,7 @@ def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
     for revision in (None, "main", "abc123"):
         config: Any = FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": revision})
         assert config.architecture["hidden_size"] == 32
-    with pytest.raises(ValueError, match=r"revision v2 of a hub model .* run: hf download facebook/esm2"):
+    with pytest.raises(ValueError, match=r"snapshots/v2 does not exist; run: hf download facebook/esm2"):
         FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": "v2"})
 
 
@@ -215,8 +215,11 @@ def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
         ({"parallel": {"tp": 2}}, "parallel.tp 2: family hf does not support tensor parallelism; set tp to 1"),
         ({"parallel": {"pp": 2}}, "parallel.pp 2: family hf does not support pipelines; set pp to 1"),
         ({"parallel": {"compile": True}}, "parallel.compile: family hf is not compiled; set compile to no"),
-        ({"objective": {"name": "masked_gene"}}, "objective.cell_loss_weight needs 0; set it to 0"),
-        ({"tokens": TOKENS | {"max_tokens": 200}}, "exceeds the 126 places of model.path; set max_tokens to 126"),
+        (
+            {"objective": {"name": "masked_gene"}},
+            "objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0",
+        ),
+        ({"tokens": TOKENS | {"max_tokens": 200}}, "tokens.max_tokens: expected at most 126 for model.path, got 200"),
         ({"tokens": {"tokenizer": "continuous"}}, "has values of kind scalar, family hf embeds none, place"),
         ({"tokens": TOKENS, "model": {"residue_ids": {"A": 0}}}, "model.residue_ids: no id of B, C, D, E"),
     ],

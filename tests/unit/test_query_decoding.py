@@ -181,10 +181,7 @@ def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
 def test_tokens_without_numbers_are_refused() -> None:
     tree = {"corpora": {"a": {}}, "runs": {"x": {"corpus": "a"}}, "train": {"steps": 1}}
     chosen = {"objective": {"name": "query_decoding"}, "tokens": {"tokenizer": "binned"}}
-    with refused(
-        "config.yaml: runs.x: objective query_decoding needs values that are numbers, which tokens.tokenizer binned "
-        "does not have; choose continuous, or objective cell_decoding"
-    ):
+    with refused("config.yaml: runs.x: objective query_decoding needs numbers, got binned; choose continuous"):
         check_config(tree | chosen, "config.yaml")
 
 

@@ -44,7 +44,7 @@ def test_integers_that_yaml_reads_as_others_than_written_are_refused(tmp_path: P
 
 TABLES = {
     "a quote over two rows": (f'{ROW}a\tb\t"c\nd\te\tf\ng\th\ti"\n', "line 2: unexpected end of data; save UTF-8 text"),
-    "text after a quote": (f'{ROW}a\tb\t"c"d\n', "line 2: '\t' expected after '\"'; save UTF-8 text"),
+    "text after a quote": (f'{ROW}a\tb\t"c"d\n', "line 2: '\\t' expected after '\"'; save UTF-8 text"),
     "a cell of 200 kB": (f"{ROW}a\tb\t{'c' * 200_000}\n", "line 2: field larger than field limit (131072); save UTF-8"),
     "a path of 100 kB": (f"{ROW}a\t{'{' * 100_000}\t\n", "line 2: path: string should match pattern"),
     "a column twice": ("dataset\tpath\tpath\na\tb\tc\n", "two columns are called 'path'; remove one"),
@@ -60,8 +60,8 @@ TABLES = {
     "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),
     "a folder": (f"{ROW}a/b\tc\n", "line 2: dataset: 'a/b' is no name; use letters, digits, '_', '.' and '-'"),
-    "null": (f"{ROW}null\tb\n", "line 2: dataset: YAML reads the name null as None; add a letter to it"),
-    "007": (f"{ROW}007\tb\n", "line 2: dataset: YAML reads the name 007 as 7; add a letter to it"),
+    "null": (f"{ROW}null\tb\n", "line 2: dataset: the name null is None in YAML; add a letter to it"),
+    "007": (f"{ROW}007\tb\n", "line 2: dataset: the name 007 is 7 in YAML; add a letter to it"),
     "a long name": (
         f"{ROW}{'a' * 300}\tb\n",
         "line 2: dataset: expected a name of at most 100 characters, got 300: aaa",
@@ -97,9 +97,9 @@ def test_a_table_that_is_no_file_is_one_line(tmp_path: Path) -> None:
 CONFIGS = {
     "a run called null": (
         f"{BASE}runs: {{null: {{corpus: c}}}}",
-        "runs: YAML reads the name None as None; add a letter to it",
+        "runs: the name None is None in YAML; add a letter to it",
     ),
-    "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: YAML reads the name 7 as 7; add a letter to it"),
+    "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: the name 7 is 7 in YAML; add a letter to it"),
     "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: YAML reads the name null as None"),
     "a long name": (f"{BASE}runs: {{{'r' * 300}: {{corpus: c}}}}", "runs: expected a name of at most 100 characters"),
     "a key twice": (f"{BASE}runs: {{r: {{corpus: c}}}}\ntrain: {{}}", "line 4: key 'train' is there twice; remove one"),

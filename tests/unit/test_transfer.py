@@ -257,8 +257,7 @@ def test_what_cannot_be_compared_is_one_line(datasets: Datasets, tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         datasets.evaluate(tmp_path / "x", fit_on=["on"])
     assert str(refused.value) == (
-        "evaluate.tasks.transfer.fit_on: 'on' is not evaluated, only one, two; name one of them, or add it to "
-        "evaluate.datasets"
+        "evaluate.tasks.transfer.fit_on: 'on' is not evaluated; name one of one, two, or add it to evaluate.datasets"
     )
     with pytest.raises(ValidationError, match="test_on: 'a' is in fit_on too; take it out of one of them"):
         TransferConfig(name="transfer", fit_on=["a"], test_on=["b", "a"])

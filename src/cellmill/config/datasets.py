@@ -28,7 +28,7 @@ def check_name(name: Any) -> str:
     if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ValueError(f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit")
     if not isinstance(read := yaml.safe_load(name) if isinstance(name, str) else name, str):
-        raise ValueError(f"YAML reads the name {name} as {read}; add a letter to it")
+        raise ValueError(f"the name {name} is {read} in YAML; add a letter to it")
     if len(name) > MAX_NAME:
         raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
     return str(name)

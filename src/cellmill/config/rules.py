@@ -227,7 +227,9 @@ class JobFiles:
         def file(wildcards: Wildcards) -> str:
             known, name = self.workflow.evaluated_on(wildcards.run), wildcards.dataset
             if name not in known:
-                raise ConfigError(f"run {wildcards.run} is not evaluated on {name!r}; {did_you_mean(name, known)}")
+                raise ConfigError(
+                    f"run {wildcards.run} is not evaluated on dataset {name!r}; {did_you_mean(name, known)}"
+                )
             return pattern.format(corpus=self._corpus(wildcards), **wildcards)
 
         return file

@@ -7,7 +7,6 @@ names made from the values.
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from math import prod
@@ -78,12 +77,12 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
                 raise ConfigError(f"{where}: {error}; name its values, as {{NAME: {{OPTION: VALUE}}}}") from None
             if run in runs or run in taken:
                 raise ConfigError(f"{where}: two runs are called {run}; give one of its values another name")
-            runs[run] = deepcopy(mapping(sweep.get("run"), f"{where}.run"))
+            runs[run] = dict(mapping(sweep.get("run"), f"{where}.run"))
             for option, value in (change for _, options in combination for change in options.items()):
                 *sections, key = str(option).split(".")
                 at = runs[run]
                 for section in sections:
-                    at[section] = mapping(at.get(section) or {}, f"{where}.run.{section}")
+                    at[section] = dict(mapping(at.get(section) or {}, f"{where}.run.{section}"))
                     at = at[section]
                 at[key] = value
             shown = {axis: _shown(axis, label, options) for axis, (label, options) in zip(axes, combination)}

@@ -4,7 +4,6 @@ The folder of `hf` is read together with the configuration: `architecture` and `
 but the weights, so checkpoints and exported models need neither the folder nor a network.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -22,6 +21,8 @@ from cellmill.config.parts.family import (
 )
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import RESIDUES, Tokens
+from cellmill.config.published import read_mapping
+from cellmill.errors import DataError
 
 
 class EncoderConfig(GeneVectorsConfig, TransformerConfig):
@@ -193,13 +194,9 @@ def model_folder(path: str, revision: str | None) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"path: {path}: {error.strerror}; expected a folder that transformers has saved") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"path: {path} is not JSON ({error})") from None
-    if not isinstance(read, dict):
-        raise ValueError(f"path: {path}: expected a mapping, got {type(read).__name__}")
+        read = read_mapping(path)
+    except DataError as error:
+        raise ValueError(f"path: {error}; expected a folder that transformers has saved") from None
     if "auto_map" in read:
         raise ValueError(f"path: {path} asks for remote code (auto_map), which is never run; choose another model")
     return {name: value for name, value in read.items() if name not in IGNORED}

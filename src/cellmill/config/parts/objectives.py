@@ -368,8 +368,9 @@ class DecodingConfig(HiddenShareConfig):
         """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
         if tokens.sequences:
             raise ValueError(f"objective {self.name} needs counts, which sequences do not have; set masked_gene")
-        if (view := getattr(self, "view", "")) != "drop" and tokens.value_kind == "place":
-            raise ValueError(f"objective view {view} needs values of counts, got {tokens.tokenizer}; choose binned")
+        if getattr(self, "view", "") != "drop" and tokens.value_kind == "place":
+            drop = " or view drop" if "view" in type(self).model_fields else ""
+            raise ValueError(f"objective {self.name} needs values made from counts; choose tokenizer binned{drop}")
 
 
 class CellDecodingConfig(DecodingConfig):
