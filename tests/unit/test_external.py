@@ -52,7 +52,7 @@ def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
     [
         ({"a": {"command": "run {cells}"}}, "expected {out} among its arguments, got 'run {cells}'"),
         ({"a": {"command": "run '{cells} {out}"}}, "(No closing quotation)"),
-        ({"a b": {"command": "run {cells} {out}"}}, "'a b' has ' '; use letters, digits, '_', '.' and '-'"),
+        ({"a b": {"command": "run {cells} {out}"}}, "'a b' is no name; use letters, digits, '_', '.' and '-'"),
         ({"a": {"preset": "scvii"}}, "no preset 'scvii'; did you mean 'scvi'?"),
         ({"a": {"preset": "pca"}}, "no preset 'pca'; there are: scvi, harmony"),
         ({"a": {"preset": "scvi", "command": "run {cells} {out}"}}, "expected preset or command, got both; set one of"),

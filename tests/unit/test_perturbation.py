@@ -220,5 +220,5 @@ def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
 
 
 def test_a_prior_has_a_name_that_a_row_can_have() -> None:
-    with pytest.raises(ValueError, match=r"'a \+ b' has ' '; use letters"):
+    with pytest.raises(ValueError, match=r"'a \+ b' is no name; use letters"):
         PerturbationConfig.model_validate({"name": "perturbation", "priors": {"a + b": "x.tsv"}})

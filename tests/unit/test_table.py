@@ -100,7 +100,7 @@ CONFIGS = {
         "runs: the name None is None in YAML; add a letter to it",
     ),
     "a run called 007": (f"{BASE}runs: {{007: {{corpus: c}}}}", "runs: the name 7 is 7 in YAML; add a letter to it"),
-    "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: YAML reads the name null as None"),
+    "null in quotes": (f"{BASE}runs: {{'null': {{corpus: c}}}}", "runs: the name null is None in YAML"),
     "a long name": (f"{BASE}runs: {{{'r' * 300}: {{corpus: c}}}}", "runs: expected a name of at most 100 characters"),
     "a key twice": (f"{BASE}runs: {{r: {{corpus: c}}}}\ntrain: {{}}", "line 4: key 'train' is there twice; remove one"),
     "a key twice inside": (f"{BASE}runs:\n  r: {{}}\n  r: {{corpus: c}}", "line 5: key 'r' is there twice; remove one"),
