@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,30 @@ from cellmill.config.section import description
 from cellmill.config.workflow import sections_of
 
 CONFIG = Path("config/config.yaml")
-_INPUT = f"{', '.join((*INPUTS, *plugin.names('input')))}, or a URL"
 PLANNED = ("nodes", "nproc_per_node", "mem_mb")  # options of the machine that plan reads too
+_INPUT = f"{', '.join((*INPUTS, *plugin.names('input')))}, or a URL"
+_H5AD = "the .h5ad to write"
+_MANIFEST = "manifest.json of the shards"
+_MODEL = "folder of an exported model"
+_MODEL_OUT = "model folder to write"
+_VOCABULARY = "vocabulary.tsv of the corpus"
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="cellmill", description=description)
     top.add_argument("--version", action="version", version=f"cellmill {__version__}")
     stages = top.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    made = (_add_data, _add_corpus, _add_training, _add_model)
-    exchanged = (_add_import, _add_convert, _add_archive, _add_sharing)
-    for add in (*made, *exchanged, _add_machine_commands, _add_run_commands):
+    for add in (_add_corpus, _add_training, _add_model, _add_exchange, _add_machine_commands, _add_run_commands):
         add(stages)
     return top
 
 
-def _add_data(stages: Any) -> None:
-    demo = stages.add_parser("demo", help="write the demo data: 700 real PBMC")
-    demo.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+def _add_corpus(stages: Any) -> None:
+    demo = _command(stages, "demo", "write the demo data: 700 real PBMC")
+    _files(demo, out=_H5AD)
 
-    simulate = stages.add_parser("simulate", help="write simulated cells, or proteins")
-    simulate.add_argument("--out", type=Path, required=True, help="the .h5ad to write, or a .fasta for proteins")
+    simulate = _command(stages, "simulate", "write simulated cells, or proteins")
+    _files(simulate, out=f"{_H5AD}, or a .fasta for proteins")
     _add(simulate, "--cells", 2000, "cells, or proteins")
     _add(simulate, "--genes", 2000, "genes, the first protein-coding of the human table")
     _add(simulate, "--types", 8, "cell types, the leaves of a tree, or protein families")
@@ -43,46 +47,39 @@ def _add_data(stages: Any) -> None:
     _add(simulate, "--perturbations", 0, "perturbed genes, in addition to the control")
     _add(simulate, "--seed", 0, "random seed")
 
-
-def _add_corpus(stages: Any) -> None:
     fetch = _command(stages, "fetch", "copy the input of a dataset from a URL into the cache")
     fetch.add_argument("--input", required=True, help="URL of a file or folder: s3://, gs://, az://, https://, …")
     fetch.add_argument("--cache", type=Path, help="folder (default: CELLMILL_CACHE, else ~/.cache/cellmill)")
-    fetch.add_argument("--out", type=Path, required=True, help="the .fetched.json to write: path, SHA-256 and size")
+    _files(fetch, out="the .fetched.json to write: path, SHA-256 and size")
 
     preprocess = _stage(stages, "preprocess", "read, filter and annotate the counts of one dataset", "corpus")
-    preprocess.add_argument("--input", type=input_path, required=True, help=_INPUT)
-    _add(preprocess, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
+    _add_input(preprocess)
     preprocess.add_argument("--dataset", required=True, help="name of the dataset")
     for name in ObsColumns.model_fields:
         preprocess.add_argument(f"--{name.replace('_', '-')}", help=description(ObsColumns, name).replace("%", "%%"))
     preprocess.add_argument("--round-counts", action="store_true", help="round fractional counts")
     preprocess.add_argument("--source", default="", help="origin of the data, for the report")
     preprocess.add_argument("--licence", default="", help="licence of the data, for the report")
-    preprocess.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
-    preprocess.add_argument("--report", type=Path, required=True, help="the QC report (.json) to write")
+    _files(preprocess, report="the QC report (.json) to write", out=_H5AD)
 
     vocabulary = _stage(stages, "vocabulary", "collect the genes of a corpus and their medians", "corpus")
-    vocabulary.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-    vocabulary.add_argument("--out", type=Path, required=True, help="vocabulary.tsv")
-
     divide = _stage(stages, "divide", "plan shards that several jobs write", "corpus")
     part = _stage(stages, "shard_part", "write a part of the shards", "corpus")
     part.add_argument("--part", required=True, help="which of how many, such as 3-of-8")
     shard = _stage(stages, "shard", "write train, val and test shards", "corpus")
     for stage, out in (
+        (vocabulary, "vocabulary.tsv"),
         (divide, "plan.json, in a folder beside the manifest"),
         (part, "file that tells that the part is done, in the folder of the plan"),
         (shard, "manifest.json; shards go beside it"),
     ):
         stage.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-        stage.add_argument("--vocabulary", type=Path, required=True)
-        stage.add_argument("--out", type=Path, required=True, help=out)
+        _files(stage, **({} if stage is vocabulary else {"vocabulary": _VOCABULARY}), out=out)
 
 
 def _add_training(stages: Any) -> None:
     plan = _stage(stages, "plan", "estimate memory and time of a run before it is submitted", "run")
-    plan.add_argument("--manifest", type=Path, help="manifest.json of the shards; without it a corpus is assumed")
+    plan.add_argument("--manifest", type=Path, help=f"{_MANIFEST}; without it a corpus is assumed")
     plan.add_argument("--out", type=Path, help="plan.json to write (default: none)")
     add_machine(plan, PLANNED)
     _add(plan, "--device", "cpu", "device of each process, such as h100")
@@ -91,11 +88,9 @@ def _add_training(stages: Any) -> None:
     _add(plan, "--genes", 20_000, "number of genes assumed without a manifest", type=_count)
 
     train = _stage(stages, "train", "train a run, or resume it", "run")
-    train.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
-    train.add_argument("--vocabulary", type=Path, required=True)
-    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics.jsonl, status.json")
-    train.add_argument("--init-from", type=Path, help="folder of an exported model with the initial weights")
-    train.add_argument("--trunk", type=Path, help="folder of a checkpoint of another run, from which this one goes on")
+    _files(train, manifest=_MANIFEST, vocabulary=_VOCABULARY, out="folder for checkpoints, metrics.jsonl, status.json")
+    train.add_argument("--init-from", type=Path, help=f"{_MODEL} with the initial weights")
+    train.add_argument("--trunk", type=Path, help="folder of a checkpoint of another run, which this one continues")
     train.add_argument("--teacher", type=Path, help="folder that stage teach wrote, for objective distill")
     restart = "set a training of other options or data in the folder aside and start afresh"
     train.add_argument("--restart", action="store_true", help=restart)
@@ -104,70 +99,52 @@ def _add_training(stages: Any) -> None:
     add_machine(group, [name for name in Machine.model_fields if name not in PLANNED])
 
     consolidate = _stage(stages, "consolidate", "export a checkpoint as a self-contained model", "run")
-    consolidate.add_argument("--train", type=Path, required=True, help="folder of the training run")
-    consolidate.add_argument("--vocabulary", type=Path, required=True)
-    consolidate.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+    _files(consolidate, train="folder of the training run", vocabulary=_VOCABULARY, out=_MODEL_OUT)
 
 
 def _add_model(stages: Any) -> None:
     embed = _stage(stages, "embed", "embed the cells of a dataset with an exported model", "run")
-    embed.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    embed.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw: {_INPUT}")
-    _add(embed, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
-    embed.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obsm['X_cellmill']")
-    help_append = "write all of the .h5ad --input too, which --out may be, instead of obs alone"
-    embed.add_argument("--append", action="store_true", help=help_append)
-    _add_given(embed, "embed", "min_coverage_frac", "min_expressed_frac")
+    predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
+    for stage, column in ((embed, "obsm['X_cellmill']"), (predict, "obs['cellmill_label']")):
+        _files(stage, model=_MODEL, out=f"{_H5AD}, with {column}")
+        _add_input(stage)
+        whole = "write all of the .h5ad --input too, which --out may be, instead of obs alone"
+        stage.add_argument("--append", action="store_true", help=whole)
+        _add_given(stage, "embed", "min_coverage_frac", "min_expressed_frac")
+    _add_given(predict, "predict", "min_probability", "min_accuracy")
+    knock_out = _stage(stages, "knock_out", "remove genes one by one and measure how far embeddings move", "run")
+    _files(knock_out, model=_MODEL, out=f"{_H5AD}: cells by genes")
+    _add_input(knock_out)
 
     external = _command(stages, "embed_external", "embed the cells of a dataset by a command of another environment")
     external.add_argument("--name", required=True, help="name in evaluate.external")
     external.add_argument("--command", required=True, help="program and arguments, with {cells} and {out} among them")
-    external.add_argument("--input", type=Path, required=True, help="preprocessed .h5ad")
-    external.add_argument("--out", type=Path, required=True, help="the .h5ad to write, for evaluate --external")
+    _files(external, input="preprocessed .h5ad", out=f"{_H5AD}, for evaluate --external")
 
     teach = _command(stages, "teach", "collect a teacher's vectors of the cells of shards, for objective distill")
-    teach.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
+    _files(teach, manifest=_MANIFEST, out="folder of vectors.json and vectors.npy")
     embedded = "DATASET.h5ad of each dataset, by stage embed or with vectors in obsm['X_emb'] or X"
     teach.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embedded)
-    teach.add_argument("--out", type=Path, required=True, help="folder of vectors.json and vectors.npy")
-
-    predict = _stage(stages, "predict", "label the cells of a dataset with an exported classifier", "run")
-    _add_model_and_cells(predict)
-    predict.add_argument("--out", type=Path, required=True, help="the .h5ad to write, with obs['cellmill_label']")
-    predict.add_argument("--append", action="store_true", help=help_append)
-    _add_given(predict, "embed", "min_coverage_frac", "min_expressed_frac")
-    _add_given(predict, "predict", "min_probability", "min_accuracy")
-
-    knock_out = _stage(stages, "knock_out", "remove genes one by one and measure how far embeddings move", "run")
-    _add_model_and_cells(knock_out)
-    knock_out.add_argument("--out", type=Path, required=True, help="the .h5ad to write: cells by genes")
 
     evaluate = _stage(stages, "evaluate", "evaluate embeddings on held-out cells next to baselines", "run")
-    evaluate.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    evaluate.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
-    ancestors = "manifests of the runs its initial weights came from"
-    evaluate.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
-    evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
-    evaluate.add_argument("--cells", type=input_path, nargs="+", required=True, help=f"preprocessed: {_INPUT}")
-    beside = "of embed_external or zoo: one per model of evaluate.external for the first file of --cells, then the next"
-    evaluate.add_argument("--external", type=Path, nargs="*", default=[], help=beside)
+    changes = _stage(stages, "predict_changes", "predict expression under held-out perturbations, for bridges", "run")
+    for stage, out in ((evaluate, "metrics.json"), (changes, _H5AD)):
+        _files(stage, model=_MODEL, manifest=f"{_MANIFEST} it was trained on", out=out)
+        ancestors = "manifests of the runs its initial weights came from"
+        stage.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
+        several = {"nargs": "+"} if stage is evaluate else {}
+        stage.add_argument("--cells", type=input_path, required=True, help=f"preprocessed: {_INPUT}", **several)
+    changes.add_argument("--embedding", type=Path, required=True, help="of the cells, by stage embed")
     embeddings = "one per file of --cells, in the same order"
     evaluate.add_argument("--embeddings", type=Path, nargs="+", required=True, help=embeddings)
     labels = "obs columns per file, separated by |; '-' for none"
     evaluate.add_argument("--labels", nargs="+", required=True, help=labels)
-    evaluate.add_argument("--out", type=Path, required=True, help="metrics.json")
-
-    changes = _stage(stages, "predict_changes", "predict expression under held-out perturbations, for bridges", "run")
-    changes.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    changes.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards it was trained on")
-    changes.add_argument("--ancestors", type=Path, nargs="*", default=[], help=ancestors)
-    changes.add_argument("--cells", type=input_path, required=True, help=f"preprocessed: {_INPUT}")
-    changes.add_argument("--embedding", type=Path, required=True, help="of the cells, by stage embed")
-    changes.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    evaluate.add_argument("--baselines", type=Path, help="folder that keeps predictions of baselines for other runs")
+    beside = "of embed_external or zoo: one per model of evaluate.external for the first file of --cells, then the next"
+    evaluate.add_argument("--external", type=Path, nargs="*", default=[], help=beside)
 
     generate = _command(stages, "generate", "draw cells from an exported model of family autoregressive")
-    generate.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    generate.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    _files(generate, model=_MODEL, out=_H5AD)
     _add(generate, "--cells", 100, "cells")
     _add(generate, "--prompt", "", "first genes of every cell, ids or symbols separated by commas")
     _add(generate, "--temperature", 1.0, "divides the logits; 0 takes the likeliest gene")
@@ -177,96 +154,76 @@ def _add_model(stages: Any) -> None:
     _add(generate, "--batch-cells", 64, "cells drawn together; changes no cell")
 
     sweep = _command(stages, "sweep", "put the results of a sweep's runs side by side")
-    sweep.add_argument("--values", type=Path, required=True, help="JSON file: values by axis of each run")
-    sweep.add_argument("--runs", type=Path, required=True, help="folder of all runs")
-    sweep.add_argument("--out", type=Path, required=True, help="results.csv; curves.json is written beside it")
+    _files(sweep, values="JSON file: values by axis of each run", runs="folder of all runs")
+    _files(sweep, out="results.csv; curves.json is written beside it")
 
     report = _stage(stages, "report", "write one page over all runs", None)
     report.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     report.add_argument("--corpora", type=Path, nargs="+", required=True, help="folders of corpora")
     report.add_argument("--sweeps", type=Path, nargs="*", default=[], help="files curves.json of sweeps")
-    report.add_argument("--out", type=Path, required=True, help="index.html")
+    _files(report, out="index.html")
 
 
-def _add_import(stages: Any) -> None:
-    kinds = _command(stages, "import", "read published weights into a model folder").add_subparsers(
-        dest="kind", required=True, metavar="MODEL"
-    )
-    for name, text in {"geneformer": "Geneformer V1 or V2", "scgpt": "pretrained scGPT"}.items():
-        parser = _command(kinds, name, text)
+def _add_exchange(stages: Any) -> None:
+    kinds = _kinds(stages, "import", "read published weights into a model folder", "kind", "MODEL")
+    geneformer = _command(kinds, "geneformer", "Geneformer V1 or V2")
+    scgpt = _command(kinds, "scgpt", "pretrained scGPT")
+    for parser in (geneformer, scgpt):
         parser.add_argument("folder", type=Path, help="folder of the published files")
-        parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-        if name == "scgpt":
-            _add(parser, "--organism", "human", "organism of the gene symbols", choices=["human", "mouse"])
-            _add(parser, "--max-tokens", 1200, "most tokens of a cell, <cls> counted", type=_count)
-            continue
-        pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
-        parser.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
-        _add(parser, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+        _files(parser, out=_MODEL_OUT)
+    pooling = "vector of a cell (default: cls with a token <cls>, as in V2, else mean)"
+    geneformer.add_argument("--pooling", choices=["mean", "cls"], help=pooling)
+    _add(geneformer, "--embed-layer", -1, "layer that is pooled: 0 is the last, -1 the one before")
+    _add(scgpt, "--organism", "human", "organism of the gene symbols", choices=["human", "mouse"])
+    _add(scgpt, "--max-tokens", 1200, "most tokens of a cell, <cls> counted", type=_count)
 
-
-def _add_convert(stages: Any) -> None:
-    kinds = _command(stages, "convert", "write cells of other tools as .h5ad").add_subparsers(
-        dest="kind", required=True, metavar="FORMAT"
-    )
+    kinds = _kinds(stages, "convert", "write cells of other tools as .h5ad", "kind", "FORMAT")
     ranks = _command(kinds, "geneformer", "token dataset of Geneformer: genes in rank order, without counts")
     ranks.add_argument("input", type=Path, help="folder that datasets.save_to_disk wrote")
-    text = "folder with token_dictionary*.pkl and gene_median_dictionary*.pkl, with which the cells were tokenized"
-    ranks.add_argument("--dictionaries", type=Path, required=True, help=text)
+    pickles = "folder with token_dictionary*.pkl and gene_median_dictionary*.pkl, with which the cells were tokenized"
+    _files(ranks, dictionaries=pickles, out=_H5AD)
     shards = _command(kinds, "scmodelforge", "shards of scModelForge: counts")
     shards.add_argument("input", type=Path, help="folder with manifest.json and shard_000")
-    shards.add_argument("--genes", type=Path, required=True, help="the gene vocabulary of the shards, a JSON file")
+    _files(shards, genes="the gene vocabulary of the shards, a JSON file", out=_H5AD)
     cells = _command(kinds, "census", "cells of a SOMA experiment, such as one of CELLxGENE Census, by query")
     cells.add_argument("input", help="folder or URI of the experiment, such as …/soma/census_data/homo_sapiens")
     text = "SOMA's condition on obs, such as: tissue == 'lung' and is_primary_data == True (default: all cells)"
     cells.add_argument("--filter", dest="value_filter", help=text)
     _add(cells, "--counts", "X", "layer of the counts; X is raw")
-    for parser in (ranks, shards, cells):
-        parser.add_argument("--out", type=Path, required=True, help="the .h5ad to write")
+    _files(cells, out=_H5AD)
 
-
-def _add_archive(stages: Any) -> None:
     archive = _command(stages, "archive", "write the shards of a corpus in a fraction of their size")
-    archive.add_argument("--manifest", type=Path, required=True, help="manifest.json of the shards")
-    archive.add_argument("--out", type=Path, required=True, help="folder to write")
-
+    _files(archive, manifest=_MANIFEST, out="folder to write")
     unarchive = _command(stages, "unarchive", "restore archived shards, byte for byte")
-    unarchive.add_argument("--archive", type=Path, required=True, help="folder that archive wrote")
-    unarchive.add_argument("--out", type=Path, required=True, help="folder for the shards and manifest.json")
-
+    _files(unarchive, archive="folder that archive wrote", out="folder for the shards and manifest.json")
     planned = _command(stages, "plan_corpus", "estimate jobs, hours, memory and disk of making a corpus")
     _add(planned, "--config", CONFIG, "configuration")
     planned.add_argument("--corpus", required=True, help="name of the corpus")
     planned.add_argument("--cells", type=_count, help="cells in all (default: those of the table's files)")
     _add(planned, "--genes-per-cell", 2_000, "detected genes of a cell, on average", type=_count)
 
-
-def _add_sharing(stages: Any) -> None:
     push = _command(stages, "push", "upload a model folder to the Hugging Face hub; the token is HF_TOKEN's")
-    push.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     push.add_argument("--repo", required=True, help="owner/name on the hub; it is made if there is none")
     licence = "licence of the model, as the hub names it: apache-2.0, other, …"
     push.add_argument("--licence", required=True, help=licence)
     push.add_argument("--private", action="store_true", help="make the repository private")
+    _files(push, model=_MODEL)
     export = _command(stages, "export", "write the embedder of a model folder for other runtimes")
-    export.add_argument("--model", type=Path, required=True, help="folder of an exported model")
     export.add_argument("--format", choices=["onnx", "transformers"], required=True, help="transformers: of family hf")
-    export.add_argument("--out", type=Path, required=True, help="the .onnx, or the folder, to write")
+    _files(export, model=_MODEL, out="the .onnx, or the folder, to write")
     pull = _command(stages, "pull", "download a model folder from the Hugging Face hub")
     pull.add_argument("repo", help="owner/name, or owner/name@revision")
-    pull.add_argument("--out", type=Path, required=True, help="model folder to write")
+    _files(pull, out=_MODEL_OUT)
     translate = _command(stages, "translate", "write a configuration of scModelForge as one of cellmill")
     translate.add_argument("file", type=Path, help="its YAML")
-    written = "the .yaml to write; its table of datasets goes beside it"
-    translate.add_argument("--out", type=Path, required=True, help=written)
+    _files(translate, out="the .yaml to write; its table of datasets goes beside it")
 
 
 def _add_machine_commands(stages: Any) -> None:
-    kinds = _command(stages, "profiles", "write a profile for this cluster, or link the profiles for Snakemake")
-    kinds = kinds.add_subparsers(dest="what", required=True, metavar="WHAT")
+    text = "write a profile for this cluster, or link the profiles for Snakemake"
+    kinds = _kinds(stages, "profiles", text, "what", "WHAT")
     install = _command(kinds, "install", "link the profiles into Snakemake's profile folder")
     _add(install, "--from", Path("profiles"), "folder of profiles", dest="source")
-
     new = _command(kinds, "new", "write a profile for a partition, from what SLURM says of it")
     new.add_argument("name", metavar="NAME", help="name of the profile")
     new.add_argument("--partition", default="", help="partition of the training (default: the most GPUs per node)")
@@ -276,9 +233,7 @@ def _add_machine_commands(stages: Any) -> None:
     new.add_argument("--qos", default="", help="quality of service (default: one that the partition asks for)")
     _add(new, "--into", Path("profiles"), "folder of profiles")
 
-    about = "Check a profile's machine against the configuration, SLURM and its nodes."
-    text = "check the machine before a big run is submitted"
-    preflight = stages.add_parser("preflight", help=text, description=about)
+    preflight = _command(stages, "preflight", "check the machine before a big run is submitted")
     preflight.add_argument("--profile", required=True, help="name of the profile, or the path of its folder or file")
     _add(preflight, "--config", CONFIG, "configuration")
     preflight.add_argument("--no-job", action="store_true", help="do not submit a test job")
@@ -287,34 +242,20 @@ def _add_machine_commands(stages: Any) -> None:
 
 
 def _add_run_commands(stages: Any) -> None:
-    """Commands for runs that are queued, running or finished."""
-    texts = {
-        "status": "show the state of each run",
-        "watch": "show a run live: loss, effective rank, throughput, time left",
-        "attach": "follow the log of a run's job until it ends",
-        "cancel": "stop a run and save its state",
-        "logs": "print the log of a run",
-        "follow": "send a run to a tracker, while it trains or afterwards",
-    }
-    for name, text in texts.items():
-        parser = _command(stages, name, text)
-        if name == "status":
-            parser.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
-        else:
-            parser.add_argument("run", metavar="RUN", help="name of the run")
+    status = _command(stages, "status", "show the state of each run")
+    status.add_argument("runs", nargs="*", metavar="RUN", help="names of runs (default: all)")
+    watch = _command(stages, "watch", "show a run live: loss, effective rank, throughput, time left")
+    _add(watch, "--every-s", 2.0, "seconds between updates")
+    attach = _command(stages, "attach", "follow the log of a run's job until it ends")
+    cancel = _command(stages, "cancel", "stop a run and save its state")
+    logs = _command(stages, "logs", "print the log of a run")
+    logs.add_argument("--follow", action="store_true", help="follow it until the run ends")
+    follow = _command(stages, "follow", "send a run to a tracker, while it trains or afterwards")
+    follow.add_argument("--to", required=True, metavar="NAME", help="tracker, as in `track.to`")
+    for parser in (watch, attach, cancel, logs, follow):
+        parser.add_argument("run", metavar="RUN", help="name of the run")
+    for parser in (status, watch, attach, cancel, logs, follow):
         _add(parser, "--results", Path("results"), "folder of results")
-        if name == "logs":
-            parser.add_argument("--follow", action="store_true", help="follow it until the run ends")
-        if name == "follow":
-            parser.add_argument("--to", required=True, metavar="NAME", help="tracker, as in `track.to`")
-        if name == "watch":
-            _add(parser, "--every-s", 2.0, "seconds between updates", type=_seconds)
-
-
-def _add_model_and_cells(parser: Any) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="folder of an exported model")
-    parser.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
-    _add(parser, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
 
 
 def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
@@ -328,6 +269,22 @@ def _stage(stages: Any, name: str, text: str, owner: str | None) -> Any:
 
 def _command(stages: Any, name: str, text: str) -> Any:
     return stages.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+
+
+def _kinds(stages: Any, name: str, text: str, dest: str, metavar: str) -> Any:
+    """Add a command that is followed by the name of one of its kinds."""
+    return _command(stages, name, text).add_subparsers(dest=dest, required=True, metavar=metavar)
+
+
+def _files(parser: Any, **texts: str) -> None:
+    """Add required paths, with their help by name."""
+    for name, text in texts.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, help=text)
+
+
+def _add_input(parser: Any) -> None:
+    parser.add_argument("--input", type=input_path, required=True, help=f"preprocessed or raw counts: {_INPUT}")
+    _add(parser, "--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file")
 
 
 def _add(parser: Any, flag: str, default: Any, text: str, **more: Any) -> None:
@@ -354,21 +311,9 @@ def add_machine(parser: Any, names: Iterable[str]) -> None:
         _add(parser, f"--{name.replace('_', '-')}", default, description(Machine, name), type=str)
 
 
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.1 <= number <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0.1 to 3600, got {text!r}")
-    return number
-
-
 def _count(text: str) -> int:
-    try:
-        number = int(float(text))
-    except (ValueError, OverflowError):
-        number = 0
-    if not 1 <= number <= 10**12:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
-    return number
+    """A whole number from 1, which may be written as 1e6."""
+    with suppress(ValueError, OverflowError):
+        if 1 <= (number := int(float(text))) <= 10**12:
+            return number
+    raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")

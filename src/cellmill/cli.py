@@ -7,7 +7,6 @@ reads them from the configuration. A stage is imported when it is called, so `--
 
 import errno
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import ObsColumns
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
-from cellmill.files import read_json, special_kind
+from cellmill.files import parse_json, read_json, refuse_special
 from cellmill.imports import importing
 
 MODULES = {
@@ -31,10 +30,9 @@ MODULES = {
     "stages.report": ("report", "sweep"),
     "commands.status": ("status", "watch"),
     "commands.run": ("attach", "cancel", "logs", "follow"),
-    "commands.preflight": ("preflight",),
-    "commands.profiles": ("profiles_install", "profiles_new"),
+    "commands.preflight": ("preflight", "profiles_install", "profiles_new"),
     "commands.corpora": ("convert", "archive", "unarchive", "plan_corpus"),
-    "commands.exchange": ("import_model", "export_onnx", "export_transformers", "push"),
+    "commands.exchange": ("import_model", "export", "push"),
     "commands.translate": ("translate",),
 }
 """Functions that run sub-commands, by module; one is called like its sub-command."""
@@ -46,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     130 interrupted, 1 a bug."""
     arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")
+    message: object
     try:
         _check_paths(arguments)
-        _check_outputs(arguments)
         flags = {name: arguments.pop(name) for name in [*arguments] if "." in name}
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)
@@ -61,62 +59,49 @@ def main(argv: list[str] | None = None) -> int:
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
             arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
-        kind = {"profiles": "what", "export": "format"}.get(stage)
-        name = f"{stage}_{arguments.pop(kind)}" if kind else "import_model" if stage == "import" else stage
+        name = {"profiles": f"profiles_{arguments.pop('what', None)}", "import": "import_model"}.get(stage, stage)
         with importing():
             module = importlib.import_module(f"cellmill.{MODULE_OF[name]}")
         getattr(module, name)(**arguments)
+        return 0
     except UserError as error:
-        print(f"cellmill {stage}: {error}", file=sys.stderr)
-        return error.exit_code
+        message, code = error, error.exit_code
     except OSError as error:
         if os.environ.get("CELLMILL_TRACEBACK"):
             raise
-        reason = UserError(f"{error.filename or 'a file'}: {error.strerror or error}")
-        print(f"cellmill {stage}: {reason}", file=sys.stderr)
-        return 2
+        message, code = UserError(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
     except KeyboardInterrupt:
-        print(f"cellmill {stage}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        message, code = "interrupted", 130
+    print(f"cellmill {stage}: {message}", file=sys.stderr)
+    return code
 
 
 def _check_paths(arguments: dict[str, Any]) -> None:
-    """Raise UserError for a path that is neither a file nor a folder: opening a FIFO would wait without end."""
-    for value in arguments.values():
-        for path in value if isinstance(value, list) else [value]:
-            if not isinstance(path, Path):
-                continue
-            if (kind := special_kind(path)) is not None:
-                raise UserError(f"{path}: expected a file or folder, got a {kind}")
-            try:
-                path.stat()
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise UserError(f"{path}: {error.strerror}") from None
-
-
-def _check_outputs(arguments: dict[str, Any]) -> None:
-    """Raise UserError if an output is an input too, or the other output: one of them would be lost."""
-    if "append" in arguments:  # stages that may add to their input, and check it
-        return
-    outputs = {name: path for name in ("report", "out") if isinstance(path := arguments.get(name), Path)}
+    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another file of the command,
+    which would be lost; OSError for a loop of links."""
     given = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
-    taken = {
-        path.resolve(): name
-        for name, paths in given.items()
-        for path in paths
-        if name not in outputs and isinstance(path, Path)
-    }
-    for name, path in outputs.items():
-        if (other := taken.setdefault(path.resolve(), name)) != name:
+    files = [(name, path) for name, paths in given.items() for path in paths if isinstance(path, Path)]
+    for _, path in files:
+        refuse_special(path, "a file or folder")
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise
+    taken: dict[Path, str] = {}
+    for name, path in sorted(files, key=lambda file: file[0] in ("report", "out")):
+        other = taken.setdefault(path.resolve(), name)
+        # stages that may append to their input check it themselves
+        if name in ("report", "out") and other != name and "append" not in arguments:
             raise UserError(f"--{name} {path} is --{other.replace('_', '-')}, which would be lost; name another file")
 
 
 def _options(stage: str, arguments: dict[str, Any]) -> Any:
     text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
     if text is not None:
-        return check_options(OPTIONS[stage], *_sections(text))
+        written = text.lstrip().startswith(("{", "["))
+        tree = parse_json(text, "--options") if written else read_json(Path(text))
+        return check_options(OPTIONS[stage], tree, "--options" if written else text)
     if stage in ("embed", "knock_out", "predict") and name is None and config == CONFIG:  # a model needs no config
         return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
@@ -136,26 +121,16 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
 
 def _with_flags(options: Any, flags: dict[str, str | None]) -> Any:
     """The options with those that flags give, by `section.option`."""
-    tree, given = options.model_dump(), {key.split(".")[1]: value for key, value in flags.items() if value is not None}
-    if given.keys() & {"min_probability", "min_accuracy"}:
+    given = {key: value for key, value in flags.items() if value is not None}
+    if not given:
+        return options
+    tree = options.model_dump()
+    if given.keys() & {"predict.min_probability", "predict.min_accuracy"}:
         tree["predict"] = {}  # one threshold replaces the other
-    for key in flags:
+    for key, value in given.items():
         section, name = key.split(".")
-        if name in given:
-            tree[section][name] = given[name]
-    return check_options(type(options), tree, "the command") if given else options
-
-
-def _sections(text: str) -> tuple[Any, str]:
-    """Sections from JSON or a file of it, and their source for messages."""
-    if not text.lstrip().startswith(("{", "[")):
-        return read_json(Path(text)), text
-    try:
-        return json.loads(text), "--options"
-    except ValueError as error:
-        raise UserError(f"--options: not valid JSON ({error})") from None
-    except RecursionError:
-        raise UserError("--options: not valid JSON (nested too deeply)") from None
+        tree[section][name] = value
+    return check_options(type(options), tree, "the command")
 
 
 if __name__ == "__main__":

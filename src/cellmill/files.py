@@ -60,8 +60,7 @@ def atomic_path(final: Path) -> Iterator[Path]:
     final = Path(final)
     if final.is_dir():  # the rename would name the temporary path
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
-    if (kind := special_kind(final)) is not None:
-        raise DataError(f"{final}: expected the name of a file, got a {kind}")
+    refuse_special(final, "the name of a file")
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_incomplete(final, older_than_s=_SURELY_LEFT_S)
     writer = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -106,22 +105,14 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
     for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
         if (match := temporary.fullmatch(path.name)) is None:
             continue
-        try:
-            here = match["host"] == _HOST
-            if not _is_alive(int(match["pid"])) if here else time.time() - path.stat().st_mtime >= older_than_s:
+        with suppress(OSError):  # another process removed it first, or it or its writer is another user's
+            if match["host"] == _HOST:
+                try:
+                    os.kill(int(match["pid"]), 0)
+                except ProcessLookupError:
+                    path.unlink()
+            elif time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()
-        except OSError:  # another process removed it first, or it is another user's
-            continue
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def write_text(final: Path, text: str) -> None:
@@ -137,12 +128,17 @@ def write_json(final: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read the JSON in `path`. Raises DataError naming the file if it is missing or not JSON."""
     require_file(path)
+    return parse_json(Path(path).read_bytes(), path)
+
+
+def parse_json(text: str | bytes, source: Path | str) -> Any:
+    """The value of a text that `source` holds. Raises DataError naming it if the text is not JSON."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error})") from None
+        raise DataError(f"{source}: not valid JSON ({error})") from None
     except RecursionError:
-        raise DataError(f"{path}: not valid JSON (nested too deeply)") from None
+        raise DataError(f"{source}: not valid JSON (nested too deeply)") from None
 
 
 def require_file(path: Path) -> None:
@@ -152,29 +148,26 @@ def require_file(path: Path) -> None:
     """
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        missing = isinstance(error, FileNotFoundError)
+        raise DataError(f"{path}: {'no such file' if missing else error.strerror}") from None
     if not stat.S_ISREG(mode):
         raise DataError(f"{path}: expected a file, got a {special_kind(path) or 'folder'}")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: {os.strerror(errno.EACCES)}")
 
 
-def refuse_special(path: Path) -> None:
+def refuse_special(path: Path, expected: str = "a file") -> None:
     """Raise DataError for a FIFO, socket or device: opening a FIFO would wait without end."""
     if (kind := special_kind(path)) is not None:
-        raise DataError(f"{path}: expected a file, got a {kind}")
+        raise DataError(f"{path}: expected {expected}, got a {kind}")
 
 
 def special_kind(path: Path) -> str | None:
     """FIFO, socket or device; None for anything else and for a path that does not exist."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return None
-    return SPECIAL_KINDS.get(stat.S_IFMT(mode))
+    with suppress(OSError):
+        return SPECIAL_KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    return None
 
 
 def sha256_file(path: Path) -> str:

@@ -200,7 +200,7 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
 def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path: Path) -> None:
     end = stage._beside().submit(os._exit, 9)
     assert isinstance(end.exception(), BrokenProcessPool)
-    with pytest.raises(DataError, match=r"^simulated: the process that draws the UMAP was killed, "):
+    with pytest.raises(DataError, match=r"^the process that draws the UMAP was killed, "):
         evaluate(corpus, tmp_path / "metrics.json")
     assert not (tmp_path / "metrics.json").exists()
     stage._beside.cache_clear()

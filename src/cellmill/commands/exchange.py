@@ -7,13 +7,16 @@ push                         a model folder to the Hugging Face hub, with a card
 """
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
-from cellmill.errors import ConfigError
+import yaml
+
+from cellmill.errors import ConfigError, DataError
 from cellmill.models.published.geneformer import import_geneformer
 from cellmill.models.published.scgpt import import_scgpt
-from cellmill.report.hub_card import hub_card
+from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets, read_corpus, read_run
 
 READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}
 
@@ -23,16 +26,14 @@ def import_model(*, kind: str, folder: Path, out: Path, **options: Any) -> None:
     print(READERS[kind](folder, out, **options), flush=True)
 
 
-def export_onnx(*, model: Path, out: Path) -> None:
-    """Write the model in folder `model` to `out`. Raises UserError."""
-    if out.suffix != ".onnx":
-        raise ConfigError(f"{out}: expected a name that ends in .onnx")
-    difference = importlib.import_module("cellmill.models.onnx_file").write_onnx(model, out)
-    print(f"{model} -> {out}, vectors within {difference:.1g} of the model's", flush=True)
-
-
-def export_transformers(*, model: Path, out: Path) -> None:
-    """Write the model in folder `model` to the folder `out`. Raises UserError."""
+def export(*, format: str, model: Path, out: Path) -> None:
+    """Write the model in folder `model` to `out`, a .onnx file or a folder for transformers. Raises UserError."""
+    if format == "onnx":
+        if out.suffix != ".onnx":
+            raise ConfigError(f"{out}: expected a name that ends in .onnx")
+        difference = importlib.import_module("cellmill.models.onnx_file").write_onnx(model, out)
+        print(f"{model} -> {out}, vectors within {difference:.1g} of the model's", flush=True)
+        return
     try:
         module = importlib.import_module("cellmill.models.hf.model")
     except ImportError as error:
@@ -47,3 +48,69 @@ def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
     hub = importlib.import_module("cellmill.models.hub")
     url = hub.push(model, repo, hub_card(model, licence), metrics if metrics.is_file() else None, private)
     print(f"{model} -> {url}", flush=True)
+
+
+def hub_card(model: Path, licence: str) -> str:
+    """The card of the export, with licence; of a run's model also data, results beside baselines, and options to rerun
+    it. Raises DataError if the folder has no card."""
+    if not licence.replace("-", "").replace(".", "").isalnum():
+        raise ConfigError(f"--licence {licence!r}: expected an identifier of the hub, such as apache-2.0 or other")
+    try:
+        card = (model / "README.md").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{model / 'README.md'}: no such file; export the model again (consolidate)") from None
+    card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # of a card that was pulled
+    card = card.replace("library_name: cellmill\n", f"library_name: cellmill\nlicense: {licence}\n", 1)
+    folder = model.resolve().parent
+    if not (folder / "train" / "run.json").is_file():
+        return card
+    run = read_run(folder)
+    record = run.record or {}
+    data = Path(record["manifest"]).parent.parent
+    corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
+    options = {name: section for name, section in record["options"].items() if name != "track"}
+    started = {"init_from": record["init_from"]} if record["init_from"] else {}
+    shown = {"runs": {run.name: {"corpus": corpus.name if corpus else "CORPUS", **started, **options}}}
+    environment = ", ".join(f"{name} {version}" for name, version in record.get("environment", {}).items())
+    rerun = [
+        *("", "## Rerun", f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} "),
+        "processes. With the data above as a corpus, this configuration trains the same model in any layout:",
+        *("", "```yaml", yaml.safe_dump(shown, sort_keys=False).rstrip("\n"), "```", ""),
+    ]
+    return "\n".join([card.rstrip("\n"), *(_data(corpus) if corpus else []), *_results(run), *rerun])
+
+
+def _data(corpus: ReportedCorpus) -> list[str]:
+    manifest = corpus.manifest or {}
+    trained = (manifest.get("obs_levels", {}).get("dataset") or {}).get("levels")
+    lines = ["", "## Data", "| dataset | source | licence | SHA-256 of the input | cells |", "|---|---|---|---|---|"]
+    for dataset in corpus.datasets:
+        if trained is None or dataset["dataset"] in trained:
+            source = dataset["source"]
+            texts = (dataset["dataset"], source["source"] or "not said", source["licence"] or "not said")
+            lines.append(
+                f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |"
+            )
+    return [*lines, "", f"Fingerprint of the shards: `{manifest.get('fingerprint', 'unknown')}`."]
+
+
+def _results(run: ReportedRun) -> list[str]:
+    """Tables of each task, the baselines in the same tables, and its verdicts."""
+    lines = ["", "## Results"] if run.evaluation else ["", "## Results", "Not evaluated."]
+    for _, name, dataset in evaluated_datasets([run]):
+        lines += ["", f"{_cell(name)}: {dataset['n_scored']:,} cells ({dataset['cells']})."]
+        for task, entry in dataset["tasks"].items():
+            columns = list(dict.fromkeys(key for row in entry["rows"] for key in row if key.endswith("_mean")))
+            if columns:
+                lines += ["", f"| {_cell(task)} | {' | '.join(column.removesuffix('_mean') for column in columns)} |"]
+                lines.append("|---" * (len(columns) + 1) + "|")
+                for row in entry["rows"]:
+                    values = ("" if (value := row.get(key)) is None else f"{value:.3f}" for key in columns)
+                    lines.append(f"| {_cell(row['name'])} | {' | '.join(values)} |")
+            lines += ["", *entry["sentences"]] if entry["sentences"] else []
+    return lines
+
+
+def _cell(text: Any) -> str:
+    """Text in one cell of a table."""
+    return " ".join(str(text).replace("|", "\\|").split())

@@ -1,10 +1,13 @@
-"""preflight: checks that a profile's machine can run the configuration, before anything is queued.
+"""Commands on profiles and their machines: profiles install links them, profiles new writes one, preflight tries one.
 
-First the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then those that
-only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a doubt.
-Imports no torch.
+preflight first makes the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then
+those that only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a
+doubt. `profiles new` submits nothing. Imports no torch.
 """
 
+import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -26,8 +29,8 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.preprocess import name_genes
 from cellmill.data.shards.manifest import Manifest
-from cellmill.errors import ConfigError, UserError
-from cellmill.files import write_json
+from cellmill.errors import ConfigError, DataError, UserError
+from cellmill.files import atomic_path, write_json
 from cellmill.planner.devices import device_named
 from cellmill.preflight.checks import (
     TRAIN,
@@ -40,6 +43,7 @@ from cellmill.preflight.checks import (
     no,
     ok,
 )
+from cellmill.preflight.new_profile import Request, choose_values, render
 from cellmill.preflight.nodes import NodeCheck
 from cellmill.preflight.profile import Profile, check_python, of_machine, read_profile, snakemake_finds
 from cellmill.preflight.site import ask_slurm
@@ -94,15 +98,13 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     if facts:
         if parsed.options.get("executor") == "slurm":
             sections = [run.evaluate for run in runs.values()]
-            unused = set[str]()  # stages that no run can need
-            if not any(model.command for section in sections for model in section.external.values()):
-                unused.add("embed_external")
-            if not any("perturbation" in section.tasks for section in sections):
-                unused.add("predict_changes")
-            if not any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()):
-                unused.add("import")
-            if not any(run.teacher for run in runs.values()):
-                unused.add("teach")
+            needed = {
+                "embed_external": any(model.command for section in sections for model in section.external.values()),
+                "predict_changes": any("perturbation" in section.tasks for section in sections),
+                "import": any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()),
+                "teach": any(run.teacher for run in runs.values()),
+            }
+            unused = {stage for stage, is_needed in needed.items() if not is_needed}
             show(check_slurm(ask, partial(check_stages, parsed, unused)))
             try:
                 check_python(sys.executable)
@@ -113,15 +115,8 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
         show([job] if isinstance(job, Check) else job.run(), name)
         facts[name] |= {} if isinstance(job, Check) else job.facts
     reasons = sum(check.verdict == "no" for check in shown)
-    answer = {
-        "profile": parsed.name,
-        "path": str(parsed.path),
-        "checked_at": time.time(),
-        "go": not reasons,
-        **facts.pop("", {"machine": None}),
-        "machines": facts,
-        "checks": [asdict(check) for check in shown],
-    }
+    answer = {"profile": parsed.name, "path": str(parsed.path), "checked_at": time.time(), "go": not reasons}
+    answer |= {**facts.pop("", {"machine": None}), "machines": facts, "checks": [asdict(check) for check in shown]}
     write_json(out / f"{parsed.name}.json", answer)
     if reasons:
         raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
@@ -223,3 +218,70 @@ def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary
     return doubt(
         what, f"{text}; embed.min_coverage_frac is {threshold:g}, of counts, and checked when cells are embedded"
     )
+
+
+def profiles_install(*, source: Path) -> None:
+    """Link every profile in `source`. Raises DataError, before anything is linked, if a name is taken."""
+    profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
+    if not profiles:
+        raise DataError(f"{source}: has no profiles; run this at the root of a checkout, or set --from FOLDER")
+    if any(profile.name == "default" for profile in profiles):
+        raise DataError(
+            f"{source}/default: Snakemake loads a profile of that name unasked, and it overrides --profile key by key; "
+            "rename it"
+        )
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()  # as Snakemake looks for a user's profiles
+    target = (Path(base) if base else Path.home() / ".config") / "snakemake"
+    links = {target / profile.name: profile for profile in profiles}
+    for link, profile in links.items():
+        if os.path.lexists(link) and link.resolve() != profile:
+            where = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
+            raise DataError(f"{link}: exists and is {where}; remove it, or use --profile {source}/{profile.name}")
+    target.mkdir(parents=True, exist_ok=True)
+    for link, profile in links.items():
+        if not os.path.lexists(link):
+            link.symlink_to(profile)
+        print(f"snakemake --profile {profile.name}   {link} -> {profile}")
+    print(f"to undo: rm {shlex.join(map(str, links))}")
+
+
+def profiles_new(
+    *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
+) -> None:
+    """Write `into`/NAME/config.yaml. Raises UserError if it exists, or SLURM has no such machine."""
+    folder = into / name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise UserError(f"NAME: expected letters, digits, '.', '_' and '-', got {name!r}")
+    if name == "default":
+        raise UserError("NAME default: Snakemake loads a profile of that name unasked; choose another")
+    if folder.exists() and (existing := snakemake_finds(str(folder))) is not None:
+        raise UserError(f"{existing}: exists; choose another NAME, or remove it")
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", nodes or "1")
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--nodes: expected a number such as 2 or a range such as 2-4, got {nodes!r}")
+    if gpus is not None and gpus < 0:
+        raise UserError(f"--gpus: expected a number of GPUs per node, 0 for none, got {gpus}")
+    site = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
+    file = folder / "config.yaml"
+    with atomic_path(file) as temporary:
+        temporary.write_text(render(site), encoding="utf-8")
+        written = read_profile(str(temporary))
+        # Snakemake reads what was meant; profiles/default may override it
+        assert written.over or (written.machine(), written.device()) == (site.machine, site.device), written
+    machine, why = site.machine, site.why
+    gpus = machine.gpus_per_node or machine.gres
+    processes = f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"
+    memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
+    print(f"wrote {file}")
+    print(f"  train     partition {machine.slurm_partition}: {why['partition']}")
+    print(
+        f"            nodes {machine.nodes}, on each {f'GPUs {gpus}, ' if gpus else ''}{processes}, "
+        f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
+    )
+    print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")
+    print(f"  plan      device {site.device}{f': {reason}' if (reason := why['device']) else ''}")
+    print(f"  account   {machine.slurm_account or 'none'}: {why['account']}")
+    print(f"  status    {site.status_command}: {why['status_command']}")
+    source, profile = ("", name) if into == Path("profiles") else (f" --from {shlex.quote(str(into))}", str(folder))
+    print(f"next: cellmill profiles install{source}")
+    print(f"      cellmill preflight --profile {shlex.quote(profile)}")

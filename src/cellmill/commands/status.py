@@ -9,6 +9,7 @@ redraws a block of lines; into a pipe or file it prints a line per update that b
 that has not begun, and shows one that has ended once.
 """
 
+import math
 import os
 import shutil
 import sys
@@ -42,13 +43,17 @@ def run_names(results: Path) -> list[str]:
     raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
 
 
-def train_folder(results: Path, run: str) -> Path:
-    """The training folder of a run. Raises UserError naming the runs that exist."""
-    runs = run_names(results)
-    if run not in runs:
-        problem = "expected the name of a run, got a path" if "/" in run or "\\" in run else "no such run"
-        hint = did_you_mean(run, runs) if runs else "no run yet"
-        raise UserError(f"{run!r}: {problem} in {results / 'runs'}; {hint}")
+def train_folder(results: Path, run: str, may_begin: bool = False) -> Path:
+    """The training folder of a run. Raises UserError naming the runs that exist, if `may_begin` also those of the
+    configuration; before the first run any name may begin."""
+    runs, where, config = run_names(results), f"{results / 'runs'}", results.parent / "config" / "config.yaml"
+    if may_begin and config.exists() and run not in runs:
+        runs += (with_sweeps(read_yaml(config)) or {}).get("runs") or ()
+        where += f" or {config}"
+    is_path = "/" in run or "\\" in run
+    if is_path or (run not in runs and (runs or not may_begin)):
+        problem = "expected the name of a run, got a path" if is_path else "no such run"
+        raise UserError(f"{run!r}: {problem} in {where}; {did_you_mean(run, runs) if runs else 'no run yet'}")
     return results / "runs" / run / "train"
 
 
@@ -114,11 +119,10 @@ def running_stages(logs: Path) -> list[str]:
     lines = []
     for path in sorted(logs.glob("*/*.log")):
         with suppress(OSError), open(path, "rb") as file:
-            age = time.time() - os.fstat(file.fileno()).st_mtime
-            if age < STALE_S:
+            if (age_s := age(path)) < STALE_S:
                 file.seek(-min(TAIL_BYTES, file.seek(0, 2)), 2)
                 *_, last = ["", *file.read().decode(errors="replace").splitlines()]
-                lines += [f"{last} ({span(max(0.0, age))} ago)"] if PROGRESS.fullmatch(last) else []
+                lines += [f"{last} ({span(age_s)} ago)"] if PROGRESS.fullmatch(last) else []
     return lines
 
 
@@ -151,7 +155,6 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
     steps = progress.get("steps") or (read_json(plan).get("steps") if plan.exists() else None)
     loss = newest("loss", curve).get("loss", progress.get("train_loss"))
     left = newest("left_s", curve).get("left_s") if state == "running" else None
-    age = time.time() - (train / "metrics.jsonl").stat().st_mtime if curve else None
     cells = [
         name,
         state,
@@ -161,7 +164,7 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
         slurm.text if slurm else "-",
         "-" if left is None else span(left),
         str(folder.saved_step() or "-"),
-        "-" if age is None else f"{span(max(0.0, age))} ago",
+        f"{span(age(train / 'metrics.jsonl'))} ago" if curve else "-",
     ]
     record = Jobs(train).newest()
     if (slurm is None or not slurm.alive) and (lost := lost_start(train)):
@@ -170,6 +173,13 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
         return cells, ""
     why = explained(slurm, **record.request)
     return cells, "" if why == slurm.text else f"{name}: job {job_id}: {why}"
+
+
+def age(path: Path) -> float:
+    """Seconds since a file was written; 0 if it is gone, or from a clock that is ahead."""
+    with suppress(OSError):
+        return max(0.0, time.time() - path.stat().st_mtime)
+    return 0.0
 
 
 def newest(key: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,25 +238,31 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns))
 
 
-ENDED = ("done", "failed", "stopped", KILLED)
 BARS = "▁▂▃▄▅▆▇█"
+SHOWN = {
+    "loss": "loss {loss:.4g}",
+    "lr": "lr {lr:.2e}",
+    "val_loss": "validation {val_loss:.4g} at step {step}",
+    "effective_rank": "effective rank {effective_rank:.1f}",
+}
+"""Text of the newest line of the curve that has a key."""
+SHOWN_RUNNING = {
+    "cells_per_s": "{cells_per_s:,.0f} cells/s",
+    "data_wait_frac": "waiting for data {data_wait_frac:.0%}",
+    "mfu": "MFU {mfu:.1%}",
+}
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
-    """Show `run` until it has ended. Raises UserError for a path or an unknown run, and once its folder is deleted."""
-    if "/" in run or "\\" in run:
-        raise UserError(f"{run!r}: expected the name of a run, got a path")
-    known, config = set(run_names(results)), results.parent / "config" / "config.yaml"
-    if config.exists() and run not in known:
-        known |= set((with_sweeps(read_yaml(config)) or {}).get("runs") or ())
-    if known and run not in known:
-        raise UserError(f"{run!r}: no such run in {results / 'runs'} or {config}; {did_you_mean(run, sorted(known))}")
-    screen, watched = Screen(sys.stdout), WatchedRun(run, results / "runs" / run / "train")
+    """Show `run` until it has ended. Raises UserError for an unknown run, and once its folder is deleted."""
+    if not 0.1 <= every_s <= 3600:
+        raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
+    watched, screen = WatchedRun(run, train_folder(results, run, may_begin=True)), Screen(sys.stdout)
     with until_interrupted():
         while True:
             state = watched.update()
             screen.show(watched.pieces(state), watched.losses())
-            if state in ENDED:
+            if state in ("done", "failed", "stopped", KILLED):
                 return
             time.sleep(every_s)
 
@@ -270,7 +286,6 @@ class WatchedRun:
         self._tail = CurveTail(train / "metrics.jsonl")
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
         self._steps: int | None = None
-        self._written_at = time.time()
 
     def update(self) -> str:
         """Read what is new; return the state. Raises UserError if the folder was there and is gone."""
@@ -293,28 +308,19 @@ class WatchedRun:
     def pieces(self, state: str) -> list[str]:
         """The view in short texts."""
         lines = list(self._lines.values())
-        line, step = newest("loss", lines), max((each["step"] for each in lines), default=None)
-        of = f"/{self._steps} ({(step or 0) / self._steps:.0%})" if self._steps else ""
-        shown = [f"{self._name}: {state}", "" if step is None else f"step {step}{of}"]
-        shown += ["loss {loss:.4g}".format(**line)] if line else []
-        shown += ["lr {lr:.2e}".format(**line)] if "lr" in line else []
-        for key, text in (
-            ("val_loss", "validation {val_loss:.4g} at step {step}"),
-            ("effective_rank", "effective rank {effective_rank:.1f}"),
-        ):
-            shown += [text.format(**with_key)] if (with_key := newest(key, lines)) else []
+        line, shown = newest("loss", lines), [f"{self._name}: {state}"]
+        if lines:
+            step = max(each["step"] for each in lines)
+            shown.append(f"step {step}" + (f"/{self._steps} ({step / self._steps:.0%})" if self._steps else ""))
+        shown += [text.format(**found) for key, text in SHOWN.items() if (found := newest(key, lines))]
         shown += ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
         if state == "running" and line:
-            with suppress(OSError):
-                self._written_at = (self._train / "metrics.jsonl").stat().st_mtime
-            age_s = max(0.0, time.time() - self._written_at)
-            shown += [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
-            shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
-            shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
+            age_s = age(self._train / "metrics.jsonl")
+            shown += [text.format(**line) for key, text in SHOWN_RUNNING.items() if key in line]
             shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
             shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
             shown.append(f"last line {span(age_s)} ago")
-        return [text for text in shown if text]
+        return shown
 
 
 class Screen:
@@ -324,18 +330,18 @@ class Screen:
         self._out, self._drawn, self._last = out, 0, ""
 
     def show(self, pieces: list[str], losses: list[float]) -> None:
-        if not self._out.isatty():
-            # the age of the last line is no news
-            line = "  ".join(text for text in pieces if not text.startswith("last line "))
-            if line != self._last:
-                print(line, file=self._out, flush=True)
-            self._last = line
+        if self._out.isatty():
+            columns, _ = shutil.get_terminal_size()
+            lines = [*wrapped(pieces, columns - 1), bars(losses, columns - 1)]
+            back = f"\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
+            print(back + "\n".join(lines), file=self._out, flush=True)
+            self._drawn = len(lines)
             return
-        columns, _ = shutil.get_terminal_size()
-        lines = [*wrapped(pieces, columns - 1), bars(losses, columns - 1)]
-        back = f"\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
-        print(back + "\n".join(lines), file=self._out, flush=True)
-        self._drawn = len(lines)
+        # the age of the last line is no news
+        line = "  ".join(text for text in pieces if not text.startswith("last line "))
+        if line != self._last:
+            print(line, file=self._out, flush=True)
+        self._last = line
 
 
 def wrapped(pieces: list[str], columns: int) -> list[str]:
@@ -351,7 +357,7 @@ def wrapped(pieces: list[str], columns: int) -> list[str]:
 
 def bars(losses: list[float], columns: int) -> str:
     """The curve as one line of at most `columns` characters, each the mean of its part; low is good."""
-    finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
+    finite = [loss for loss in losses if math.isfinite(loss)]
     width = max(1, min(columns, len(finite)))
     parts = [finite[len(finite) * at // width : len(finite) * (at + 1) // width] for at in range(width)]
     means = [sum(part) / len(part) for part in parts if part]

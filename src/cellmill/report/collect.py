@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -79,8 +79,17 @@ class GapEntry(BaseModel):
     model: Closed | None
 
 
+def _names_and_numbers(row: Object) -> Object:
+    if not isinstance(row.get("name"), str):
+        raise ValueError("a row has no name")
+    for key, value in row.items():
+        if key.endswith(("_mean", "_sd")) and not isinstance(value, int | float | None):
+            raise ValueError(f"{key} of {row['name']}: expected a number, got {type(value).__name__}")
+    return row
+
+
 class TaskEntry(BaseModel):
-    rows: list[Object]
+    rows: list[Annotated[Object, AfterValidator(_names_and_numbers)]]
     metric: str | None
     verdicts: list[Verdict]
     sentences: list[str]
@@ -89,17 +98,6 @@ class TaskEntry(BaseModel):
     differences: list[Object] = []
     gaps: list[GapEntry] = []
     confusion: Object | None = None
-
-    @field_validator("rows")
-    @classmethod
-    def _names_and_numbers(cls, rows: list[Object]) -> list[Object]:
-        for row in rows:
-            if not isinstance(row.get("name"), str):
-                raise ValueError("a row has no name")
-            for key, value in row.items():
-                if key.endswith(("_mean", "_sd")) and not isinstance(value, int | float | None):
-                    raise ValueError(f"{key} of {row['name']}: expected a number, got {type(value).__name__}")
-        return rows
 
 
 class DatasetEntry(BaseModel):
@@ -238,14 +236,13 @@ def _read(path: Path, form: type[BaseModel]) -> Object | None:
     return _check(path, form, read_json(path)) if path.exists() else None
 
 
-def _check(path: Path, form: type[BaseModel], value: Any) -> Object:
+def _check(path: Path, form: type[BaseModel], value: Object) -> Object:
     """`value` of `path` itself. Raises DataError naming what is unlike `form`; further keys are free."""
     try:
         form.model_validate(value)
     except ValidationError as error:
         raise DataError(f"{path}: damaged: {error_line(*explain(error, form))}; make it again") from None
-    checked: Object = value
-    return checked
+    return value
 
 
 def _existing(folder: Path, kind: str) -> Path:
@@ -258,28 +255,3 @@ def evaluated_datasets(runs: Iterable[ReportedRun]) -> Iterator[tuple[ReportedRu
     """Run, name and entry of each dataset in metrics.json of the runs."""
     for run in runs:
         yield from ((run, name, entry) for name, entry in ((run.evaluation or {}).get("datasets") or {}).items())
-
-
-def largest_memory(lines: list[dict[str, Any]], key: str) -> tuple[float, int] | None:
-    """Largest `key` in lines of metrics.jsonl, GB, and its rank; None without any."""
-    peaks = [(peak, rank) for line in lines for rank, peak in enumerate(line.get(key, []))]
-    return max(peaks, default=None)
-
-
-def sentences_of(outcome: str, run: ReportedRun) -> list[str]:
-    """Sentences of the comparisons with this outcome, each after its dataset's name."""
-    return [
-        f"{name}: {sentence}"
-        for _, name, dataset in evaluated_datasets([run])
-        for sentence, found in outcomes_of(dataset).items()
-        if found == outcome
-    ]
-
-
-def outcomes_of(dataset: dict[str, Any]) -> dict[str, str]:
-    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of whole cells, is one."""
-    return {
-        sentence: verdict["outcome"]
-        for result in dataset["tasks"].values()
-        for verdict, sentence in zip(result["verdicts"], result["sentences"])
-    }

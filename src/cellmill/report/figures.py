@@ -1,15 +1,27 @@
-"""Figures of the report as Vega-Lite specifications, which a browser draws live and vl-convert draws as SVG.
+"""Figures of the report: Vega-Lite specifications, which a browser draws live and vl-convert draws as SVG.
 
 Field names are ours; user text appears as values and titles alone, which Vega-Lite draws literally. Ink is
 `currentColor`, so that figures follow the page's colours.
 """
 
+import base64
+import csv
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import vl_convert
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from cellmill.files import atomic_path, write_text
 
 PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
@@ -21,6 +33,7 @@ MOST_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
 MOST_CELLS_BY_BATCH = 1_500  # of the same UMAP by batch
 MOST_POINTS = 400  # of a curve
 TAILS_FRAC = 0.005  # of cells that a histogram does not draw, at both ends together
+FORMULA = ("=", "+", "@", "\t")  # how a text begins that a spreadsheet computes
 WIDTH = 500  # of a static figure, in pixels; a live one takes the width of its card
 
 CONFIG: dict[str, Any] = {
@@ -62,6 +75,85 @@ class Figure:
     rows: list[dict[str, Any]]  # all that is drawn, as a table
     spec: dict[str, Any]  # Vega-Lite, without data
     canvas: bool = False  # thousands of marks: drawn as a bitmap
+
+    @property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    @property
+    def complete(self) -> dict[str, Any]:
+        """The specification with what all figures share."""
+        return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+class Drawings:
+    """Figures of one page in their order: a picture of each for print and without scripts, and its specification."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self.pictures: list[str] = []  # of each, as a standalone SVG
+
+    def draw(self, figure: Figure) -> Markup:
+        """The `<figure>` element with the static picture; the same numbers give the same bytes."""
+        number, title = len(self.figures), escape(figure.title)
+        spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
+        svg = vl_convert.vegalite_to_svg(spec)
+        # ids of this figure alone, which do not depend on what the process drew before
+        names = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+        new = {name: f"f{number}-{order}" for order, name in enumerate(names)}
+        svg = re.sub(r'(id="|url\(#|href="#)([\w-]+)', lambda m: m[1] + new.get(m[2], m[2]), svg)
+        self.figures.append(figure)
+        self.pictures.append(svg)
+        if figure.canvas:  # thousands of circles as text are larger than as a bitmap
+            png = base64.b64encode(vl_convert.vegalite_to_png(spec, scale=1.5)).decode()
+            still = f'<img src="data:image/png;base64,{png}" alt="{title}">'
+        else:
+            inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+            still = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+        return Markup(
+            f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
+            f'<div class="still">{still}</div></figure>'
+        )
+
+    def save(self, folder: Path) -> None:
+        """Each figure as SVG, its data as CSV; files of an earlier page are removed."""
+        for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
+            old.unlink()
+        for number, (figure, svg) in enumerate(zip(self.figures, self.pictures), start=1):
+            name = f"{number:03}_{re.sub(r'[^A-Za-z0-9.-]+', '_', figure.title).strip('_.')[:100]}"
+            write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
+            with atomic_path(folder / f"{name}.csv") as path, open(path, "w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
+                writer.writeheader()
+                for row in figure.rows:
+                    writer.writerow(row | {k: f"'{v}" for k, v in row.items() if str(v).startswith(FORMULA)})
+
+    @property
+    def data(self) -> Markup:
+        """The figures as JSON for the page's script, safe inside a script element."""
+        shown = [
+            {"title": f.title, "canvas": f.canvas, "keys": f.keys, "spec": f.complete,
+             "rows": [[row.get(key) for key in f.keys] for row in f.rows]}
+            for f in self.figures
+        ]  # fmt: skip
+        return htmlsafe_json_dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@cache
+def scripts() -> tuple[Markup, Markup]:
+    """Vega with vega-embed, and the page's own script."""
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+    return Markup(bundle), Markup(text_of("page.js"))
+
+
+def allowed() -> str:
+    """`script-src` of the page: the hashes of its own scripts and nothing else."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts())
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def text_of(name: str) -> str:
+    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str) -> Figure:
@@ -249,7 +341,7 @@ def _lines(names: Sequence[str], x: str, y: str, values: Sequence[float] = (), l
 
 def _thinned(of: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     every = max(1, -(-len(of) // MOST_POINTS))
-    return [*chain(of[:-1:every], of[-1:])]
+    return [*of[:-1:every], *of[-1:]]
 
 
 def _short(value: float) -> float:

@@ -15,15 +15,7 @@ from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import span
 from cellmill.report import figures
-from cellmill.report.collect import (
-    ReportedCorpus,
-    ReportedRun,
-    evaluated_datasets,
-    largest_memory,
-    outcomes_of,
-    sentences_of,
-)
-from cellmill.report.drawing import Drawings, allowed, scripts, text_of
+from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
 from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number, reach
 from cellmill.runs.progress import COLLAPSED
 from cellmill.runs.verdict import Outcome
@@ -68,9 +60,11 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
         tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
         outcomes = Counter(outcomes_of(entry).values())
         for task, result in tasks.items():
-            best: dict[str, Point] = {}  # by kind
-            for point in [] if result is None else TaskTable(result).points():
-                best[point.kind] = max(best.get(point.kind, point), point, key=lambda point: point.value)
+            if result is None:
+                continue
+            table, best = TaskTable(result), dict[str, Point]()  # by kind
+            for point in sorted(table.points(), key=lambda point: -point.value):
+                best.setdefault(point.kind, point)
             if "model" in best:
                 row, value, sd, _ = best["model"]
                 standing = Standing(
@@ -78,7 +72,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
                     regression=_difference(result, row),
                     baseline=best["baseline"][:2] if "baseline" in best else None,
                     outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
-                    gap=gap["words"] if (gap := TaskTable(result).gap) and gap["model"] else None,
+                    gap=table.gap["words"] if table.gap and table.gap["model"] else None,
                 )
                 found.append(standing)
                 break
@@ -89,17 +83,22 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
 def _difference(result: Mapping[str, Any], row: str) -> PairedDifference | None:
     """Difference of `row` from logistic regression by the task's metric: a paired difference, or else a verdict."""
     key = (row, REGRESSION, result["metric"])
-    found = [
-        PairedDifference(line["mean"], line["low"], line["high"])
-        for line in result.get("differences") or []
-        if (line["compared"], line["against"], line["column"]) == key
-    ]
-    found += [
-        PairedDifference(verdict["difference"], *verdict["interval"])
-        for verdict in result["verdicts"]
-        if (verdict["compared"], verdict["against"], verdict["metric"]) == key and verdict["interval"] is not None
-    ]
-    return next(iter(found), None)
+    for line in result.get("differences") or []:
+        if (line["compared"], line["against"], line["column"]) == key:
+            return PairedDifference(line["mean"], line["low"], line["high"])
+    for line in result["verdicts"]:
+        if (line["compared"], line["against"], line["metric"]) == key and line["interval"] is not None:
+            return PairedDifference(line["difference"], *line["interval"])
+    return None
+
+
+def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
+    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of whole cells, is one."""
+    return {
+        sentence: verdict["outcome"]
+        for result in dataset["tasks"].values()
+        for verdict, sentence in zip(result["verdicts"], result["sentences"])
+    }
 
 
 CURVES = {  # key of metrics.jsonl and its name, in the order of the page
@@ -135,16 +134,20 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """(quantity, planned, measured) of a run, None where unknown; rows without either are left out.
 
     The plan counts tensors, and is compared with the tensors that a GPU held; a process with its libraries, which is
-    what a CPU shows, has a row of its own.
+    what a CPU shows, has a row of its own. Fractions have two digits, as many as times, memory and ranks are known to.
     """
     plan, status = run.plan or {}, run.status or {}
+    last = {key: value for line in run.lines for key, value in line.items()}
+    peaks: dict[str, tuple[float | None, int | None]] = {}  # of each kind, and its rank
+    for key in ("peak_allocated_gb", "peak_resident_gb"):
+        values = [(peak, rank) for line in run.lines for rank, peak in enumerate(line.get(key, []))]
+        peaks[key] = max(values, default=(None, None))
+    (tensors, of_tensors), (process, of_process) = peaks.values()
     fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
-    tensors, of_tensors = largest_memory(run.lines, "peak_allocated_gb") or (None, None)
-    process, of_process = largest_memory(run.lines, "peak_resident_gb") or (None, None)
     waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
     wall_s = status.get("wall_s")
     planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
-    directions = _last(run.lines, "effective_rank")
+    directions = last.get("effective_rank")
     collapsed = ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
@@ -158,26 +161,24 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("highest cells/s", None, fastest),
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
         (f"effective rank of the embedding, last validation{collapsed}", None, directions),
-        ("R² of log depth from the embedding, last validation", None, _last(run.lines, "depth_r2")),
-        ("share of the embedding explained by the batch, last validation", None, _last(run.lines, "batch_r2")),
+        ("R² of log depth from the embedding, last validation", None, last.get("depth_r2")),
+        ("share of the embedding explained by the batch, last validation", None, last.get("batch_r2")),
     ]
-    return [(row[0], _rounded(row[1]), _rounded(row[2])) for row in rows if row[1] is not None or row[2] is not None]
+    shown = [(what, *(float(f"{v:.2g}") if isinstance(v, float) else v for v in values)) for what, *values in rows]
+    return [(what, plan, seen) for what, plan, seen in shown if plan is not None or seen is not None]
 
 
-def _rounded(value: Any) -> Any:
-    """Two significant digits, as many as times, memory and ranks are known to."""
-    return float(f"{value:.2g}") if isinstance(value, float) else value
-
-
-def energy_kwh(run: ReportedRun) -> float | None:
+def _energy_kwh(run: ReportedRun) -> float | None:
     """Mean power of all GPUs together times the time in training steps; None where power was not measured."""
     watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
     return sum(watts) / len(watts) * seconds / 3.6e6 if watts and seconds else None
 
 
-def _last(lines: list[dict[str, Any]], key: str) -> float | None:
-    return next((line[key] for line in reversed(lines) if key in line), None)
+def _cost(run: ReportedRun) -> str | None:
+    """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
+    totals, units = (run.cost or {}).get("totals") or {}, {"gpu_hours": "GPU-hours", "cpu_core_hours": "core-hours"}
+    return next((f"{float(f'{totals[key]:.2g}'):g} {unit}" for key, unit in units.items() if totals.get(key)), None)
 
 
 def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:
@@ -216,15 +217,18 @@ def render(
     runs: list[ReportedRun],
     corpora: list[ReportedCorpus],
     sweeps: Sequence[Mapping[str, Any]] = (),
-    drawings: Drawings | None = None,
+    drawings: figures.Drawings | None = None,
 ) -> str:
     """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or corpora share a name."""
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
-    loader = PackageLoader("cellmill", "report")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=PackageLoader("cellmill", "report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
     environment.filters.update(
         number=number,
@@ -237,7 +241,16 @@ def render(
         span=lambda seconds: "–" if seconds is None else span(seconds),
         percent=lambda fraction: "–" if fraction is None else f"{100 * fraction:.0f} %",
     )
-    drawings = Drawings() if drawings is None else drawings
+
+    def sentences(run: ReportedRun, *wanted: str) -> list[str]:
+        """Sentences of the comparisons with these outcomes, each after its dataset's name."""
+        outcomes = [(name, outcomes_of(dataset)) for _, name, dataset in evaluated_datasets([run])]
+        return [f"{name}: {text}" for one in wanted for name, of in outcomes for text in of if of[text] == one]
+
+    def labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
+        """Labels, or batches, of a UMAP, the most frequent first."""
+        return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]
+
     return environment.get_template("page.html").render(
         title=title,
         version=__version__,
@@ -248,28 +261,17 @@ def render(
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},
-        energy={r.name: energy_kwh(r) for r in runs},
-        behind={r.name: sentences_of("behind", r) for r in runs},
-        level={r.name: sentences_of("level", r) + sentences_of("undecided", r) for r in runs},
+        energy={r.name: _energy_kwh(r) for r in runs},
+        behind={r.name: sentences(r, "behind") for r in runs},
+        level={r.name: sentences(r, "level", "undecided") for r in runs},
         planned={r.name: planned_and_measured(r) for r in runs},
         training=training_figures(runs),
         measures=MEASURES,
         figures=figures,
-        drawings=drawings,
-        labels_in=_labels,
+        drawings=figures.Drawings() if drawings is None else drawings,
+        labels_in=labels,
         over_steps=scores_over_steps,
-        style=Markup(text_of("page.css")),
-        scripts=scripts(),
-        allowed=allowed(),
+        style=Markup(figures.text_of("page.css")),
+        scripts=figures.scripts(),
+        allowed=figures.allowed(),
     )
-
-
-def _cost(run: ReportedRun) -> str | None:
-    """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
-    totals, units = (run.cost or {}).get("totals") or {}, {"gpu_hours": "GPU-hours", "cpu_core_hours": "core-hours"}
-    return next((f"{float(f'{totals[key]:.2g}'):g} {unit}" for key, unit in units.items() if totals.get(key)), None)
-
-
-def _labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
-    """Labels, or batches, of a UMAP, the most frequent first."""
-    return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]

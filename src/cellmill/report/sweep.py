@@ -6,8 +6,7 @@ L-BFGS from a grid of starts. The interval comes from 200 bootstraps over the ru
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp
 
-from cellmill.report.collect import ReportedRun
+from cellmill.report.collect import ReportedRun, evaluated_datasets
 from cellmill.report.tables import TaskTable
 
 FEWEST_SIZES = 4  # for three parameters
@@ -24,22 +23,14 @@ DRAWS = 200
 STEEPEST = 3.0  # exponents beyond it fit noise
 
 
-@dataclass(frozen=True)
-class Law:
-    floor: float
-    factor: float
-    exponent: float
-    low: float  # 95 % interval of the exponent
-    high: float
-
-
-def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | str:
-    """The law of losses `y` of runs of sizes `x`, or the reason why the data support none."""
+def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    """The `law` of losses `y` of runs of sizes `x` (floor, factor, exponent, and low and high, the 95 % interval of the
+    exponent), or as `no_law` the reason why the data support none."""
     sizes, losses = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if (n := len(np.unique(sizes))) < FEWEST_SIZES:
-        return f"{n} sizes; a law with a floor needs {FEWEST_SIZES}"
+        return {"no_law": f"{n} sizes; a law with a floor needs {FEWEST_SIZES}"}
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
-        return "losses or sizes that are not positive"
+        return {"no_law": "losses or sizes that are not positive"}
     scale = float(np.exp(np.log(sizes).mean()))  # around which the factor is fitted: else it moves with the exponent
     lowest, span = losses.min(), np.ptp(losses) + 1e-9
     grid = product((lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2))  # floors, exponents
@@ -52,10 +43,11 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | str:
         if len(np.unique(sizes[drawn])) >= FEWEST_SIZES - 1:
             exponents.append(float(_fit(sizes[drawn] / scale, losses[drawn], [best])[2]))
     low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
-    log_factor, log_floor, exponent = best
     if low <= 0.01 or high >= 0.99 * STEEPEST:
-        return f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"
-    return Law(float(np.exp(log_floor)), float(np.exp(log_factor) * scale**exponent), float(exponent), low, high)
+        return {"no_law": f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"}
+    log_factor, log_floor, exponent = best
+    law = {"floor": float(np.exp(log_floor)), "factor": float(np.exp(log_factor) * scale**exponent)}
+    return {"law": law | {"exponent": float(exponent), "low": low, "high": high}}
 
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
@@ -86,24 +78,42 @@ Row = dict[str, Any]
 Measure = tuple[str, str, str, str]
 
 
-def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> Iterator[Row]:
+def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
     """One row for each value that the run was judged by; `values` are those of the sweep's axes."""
     plan, totals = run.plan or {}, (run.cost or {}).get("totals", {})
-    size = {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
-    cost = {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
-    for (dataset, task, name, metric), kind, value, sd in _measures(run):
-        about = {"dataset": dataset, "task": task, "name": name, "kind": kind, "metric": metric}
-        yield {"run": run.name, **values, **size, **cost, **about, "value": value, "sd": sd}
+    about = {"run": run.name, **values}
+    about |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
+    about |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
+    found: list[tuple[Measure, str, Any, Any]] = []  # with kind, value and sd
+    if (loss := (run.status or {}).get("best_val_loss")) is not None:
+        found.append((LOSS, "model", loss, None))
+    for _, dataset, entry in evaluated_datasets([run]):
+        for task, result in entry["tasks"].items():
+            for name, value, sd, kind in TaskTable(result).points():
+                found.append(((dataset, task, name, result["metric"]), kind, value, sd))
+            for key, value in {} if result["metric"] else result["figures"].items():
+                if isinstance(value, int | float):
+                    found.append(((dataset, task, NO_ROW, key), "model", value, None))
+    keys = ("dataset", "task", "name", "kind", "metric", "value", "sd")
+    return [
+        about | dict(zip(keys, (dataset, task, name, kind, metric, value, sd)))
+        for (dataset, task, name, metric), kind, value, sd in found
+    ]
 
 
 def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
     """For each axis of sizes and each task's best measure of the models: mean and sd over seeds by size, a line for
     each of the other axes' values; the best baseline beside it, and the law of validation losses or why there is none.
     """
-    found = []
     valued = [row for row in rows if row["value"] is not None]
-    by_measure = _grouped(valued, MEASURE)
-    measures = _best_measures(valued)
+    by_measure, measures = _grouped(valued, MEASURE), _best_measures(valued)
+    baselines: dict[tuple[str, str, str], dict[str, Any]] = {}  # with the highest mean over the runs
+    of_baselines = [row for row in valued if row["kind"] == "baseline"]
+    for (dataset, task, name, metric), group in _grouped(of_baselines, MEASURE).items():
+        mean = float(np.mean([row["value"] for row in group]))
+        if mean > baselines.get((dataset, task, metric), {"value": -np.inf})["value"]:
+            baselines[dataset, task, metric] = {"name": name, "value": mean}
+    found = []
     for axis in axes:
         quantity = _quantity(rows, axis)
         if quantity is None:
@@ -114,24 +124,10 @@ def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
                 {"name": ", ".join(map(str, group)), **_line(of_group, quantity, measure == LOSS)}
                 for group, of_group in _grouped(by_measure[measure], others).items()
             ]
-            dataset, task, name, metric = measure
-            about = {"axis": axis, "quantity": quantity, "dataset": dataset, "task": task, "name": name}
-            found.append({**about, "metric": metric, "lines": lines, "baseline": _baseline(valued, measure)})
+            about = {"axis": axis, "quantity": quantity, **dict(zip(MEASURE, measure)), "lines": lines}
+            dataset, task, _, metric = measure
+            found.append({**about, "baseline": baselines.get((dataset, task, metric))})
     return found
-
-
-def _measures(run: ReportedRun) -> Iterator[tuple[Measure, str, Any, Any]]:
-    """Measure, kind, value and sd of each value of a run."""
-    if (loss := (run.status or {}).get("best_val_loss")) is not None:
-        yield LOSS, "model", loss, None
-    for dataset, entry in (run.evaluation or {}).get("datasets", {}).items():
-        for task, result in entry["tasks"].items():
-            for name, value, sd, kind in TaskTable(result).points():
-                yield (dataset, task, name, result["metric"]), kind, value, sd
-            if not result["metric"]:
-                for key, value in result["figures"].items():
-                    if isinstance(value, int | float):
-                        yield (dataset, task, NO_ROW, key), "model", value, None
 
 
 def _best_measures(valued: Sequence[Row]) -> list[Measure]:
@@ -180,19 +176,5 @@ def _line(rows: Sequence[Row], quantity: str, is_loss: bool) -> dict[str, Any]:
         values = np.array([row["value"] for row in of_size], np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
         points.append({"size": size, "mean": float(values.mean()), "sd": sd, "n": len(values)})
-    if not is_loss:
-        return {"points": points}
-    law = fit_law([row[quantity] for row in rows], [row["value"] for row in rows])
-    return {"points": points, **({"no_law": law} if isinstance(law, str) else {"law": asdict(law)})}
-
-
-def _baseline(valued: Sequence[Row], measure: Measure) -> dict[str, Any] | None:
-    """The highest baseline of a measure's task, by its mean over the runs."""
-    dataset, task, _, metric = measure
-    groups = _grouped([row for row in valued if row["kind"] == "baseline"], MEASURE)
-    means = [
-        {"name": name, "value": float(np.mean([row["value"] for row in group]))}
-        for (*of_task, name, of_metric), group in groups.items()
-        if (*of_task, of_metric) == (dataset, task, metric)
-    ]
-    return max(means, key=lambda best: best["value"], default=None)
+    law = fit_law([row[quantity] for row in rows], [row["value"] for row in rows]) if is_loss else {}
+    return {"points": points, **law}

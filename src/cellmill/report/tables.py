@@ -1,5 +1,6 @@
 """Tables of tasks, generic over their rows, and values as text."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,27 +59,22 @@ class TaskTable:
 
     def points(self) -> list[Point]:
         """A point for each row, but for ceilings; none where no metric ranks the rows."""
-        kinds = {kind: kind for kind in ("baseline", "external", "variant")}
-        return [
-            Point(row["name"], row[key], row.get(sd_key or "", 0.0), kinds.get(row.get("kind", ""), "model"))
-            for heading, key, sd_key in self.columns
-            if heading == self.metric
-            for row in self.rows
-            if row.get(key) is not None and row.get("kind") != "ceiling"
-        ]
+        key, sd_key = next(((c.key, c.sd_key) for c in self.columns if c.heading == self.metric), ("", None))
+        rows = [row for row in self.rows if row.get(key) is not None and row.get("kind") != "ceiling"]
+        kinds = [kind if (kind := row.get("kind")) in ("baseline", "external", "variant") else "model" for row in rows]
+        return [Point(row["name"], row[key], row.get(sd_key or "", 0.0), kind) for row, kind in zip(rows, kinds)]
 
 
 def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
     """Columns over the keys of all rows: `x_mean` and `x_sd` as one; no lists, and no counts that are 0 in all rows."""
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
     for key in keys:
-        values = [row.get(key) for row in rows]
-        if any(isinstance(value, list) for value in values) or not any(
-            isinstance(value, float) or value for value in values
-        ):
+        values, stem = [row.get(key) for row in rows], key.removesuffix("_mean")
+        if any(isinstance(value, list) for value in values):
             continue
-        if key.endswith("_mean"):
-            stem = key.removesuffix("_mean")
+        if not any(isinstance(value, float) or value for value in values):
+            continue
+        if key != stem:
             yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
         elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
             yield Column(key, key)
@@ -96,30 +92,27 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
     `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column for each features,
     with the value of the best classifier.
     """
-    tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = defaultdict(list)
     for run, dataset, entry in evaluated_datasets(runs):
         for task, result in entry["tasks"].items():
             if result["skipped"] is None:
-                tasks.setdefault(task, []).append((run.name, dataset, result))
+                tasks[task].append((run.name, dataset, result))
     comparisons = []
     for task, results in tasks.items():
         metric = next((result["metric"] for _, _, result in results if result["metric"]), "")
-        lines = [(run, dataset, _values(result, metric)) for run, dataset, result in results]
-        names = list(dict.fromkeys(name for _, _, values in lines for name in values))
-        if names:
+        lines: list[tuple[str, str, dict[str, Any]]] = []
+        for run_name, dataset, result in results:
+            values = {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+            if metric:
+                values = {}
+                for name, value, _, _ in TaskTable(result).points():
+                    features = name.partition(" + ")[0]
+                    values[features] = max(value, values.get(features, value))
+            lines.append((run_name, dataset, values))
+        if names := list(dict.fromkeys(name for _, _, values in lines for name in values)):
             best_of = any(" + " in row["name"] for _, _, result in results for row in result["rows"])
             comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines, "best_of": best_of})
     return comparisons
-
-
-def _values(result: dict[str, Any], metric: str) -> dict[str, Any]:
-    if not metric:
-        return {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
-    best: dict[str, float] = {}
-    for point in TaskTable(result).points():
-        features = point.name.partition(" + ")[0]
-        best[features] = max(point.value, best.get(features, point.value))
-    return best
 
 
 def number(value: Any) -> str:

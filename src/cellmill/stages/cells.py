@@ -48,12 +48,12 @@ def embed(
 
     With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
     """
-    path = checked_input(input, out, append)
+    path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     started = time.perf_counter()
     with open_dataset(path, counts) as reader:
         embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
-    seconds = time.perf_counter() - started
+    seconds, peak_gb = time.perf_counter() - started, memory_bytes(next(network.parameters()).device)[0] / 1e9
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -63,16 +63,18 @@ def embed(
         "n_without_genes": embedding.n_without_genes,
         "genes": asdict(embedding.genes) | {"absent": list(embedding.genes.absent)},
         "seconds": seconds,
-        "peak_gb": memory_bytes(next(network.parameters()).device)[0] / 1e9,
+        "peak_gb": peak_gb,
     }
     write_embedding(out, obs, embedding.vectors, about, path if append else None)
-    print(f"{path.stem}: {len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}")
-    print(f"{path.stem}: {seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {about['peak_gb']:.2f} GB")
-    for line in limits_of(embedding):
+    for line in (
+        f"{len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
+        f"{seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {peak_gb:.2f} GB",
+        *limits_of(embedding),
+    ):
         print(f"{path.stem}: {line}")
 
 
-def checked_input(input: Path | str, out: Path, append: bool) -> Path:
+def _checked_input(input: Path | str, out: Path, append: bool) -> Path:
     """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or nothing appended."""
     check_h5ad(out, "--out")
     path = local_input(input)
@@ -136,8 +138,15 @@ def generate(
             f"{model}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
             "0, or with tokens.tokenizer rank"
         )
-    first, most = prompt_rows(prompt, vocabulary), tokens.max_tokens
-    least, of = max(1, len(first)), "(tokens.max_tokens of the model)"
+    known = {name: row for names in (vocabulary.symbols, vocabulary.gene_ids) for row, name in enumerate(names)}
+    first: list[int] = []  # rows of the vocabulary
+    for name in filter(None, map(str.strip, prompt.split(","))):
+        if name not in known:
+            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}")
+        if known[name] in first:
+            raise ConfigError(f"--prompt: {name!r} is there twice")
+        first.append(known[name])
+    most, least, of = tokens.max_tokens, max(1, len(first)), "(tokens.max_tokens of the model)"
     for name, right, wanted, given in (
         ("cells", cells >= 1, "at least 1", cells),
         ("top-k", top_k >= 0, "at least 0", top_k),
@@ -149,7 +158,7 @@ def generate(
     ):
         if not right:
             raise ConfigError(f"--{name}: expected {wanted}, got {given}")
-    sampling = Sampling(max_genes or most, temperature, top_k or None, seed, first)
+    sampling = Sampling(max_genes or most, temperature, top_k or None, seed, tuple(first))
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -164,38 +173,27 @@ def generate(
     with create_h5(out) as file:  # a folder that cannot be written fails before cells are drawn
         for start in range(0, cells, batch_cells):
             drawn += generate_cells(network, sampling, range(start, min(start + batch_cells, cells)))
-        adata = as_anndata(drawn, vocabulary, about)
+        adata = _as_anndata(drawn, vocabulary, about)
         write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):
         print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")
 
 
-def prompt_rows(prompt: str, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Vocabulary rows of genes, by id or symbol. Raises ConfigError for an unknown gene, or one that is there twice."""
-    rows: dict[int, str] = {}
-    known = {name: row for names in (vocabulary.symbols, vocabulary.gene_ids) for row, name in enumerate(names)}
-    for name in filter(None, map(str.strip, prompt.split(","))):
-        if name not in known:
-            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}")
-        if known[name] in rows:
-            raise ConfigError(f"--prompt: {name!r} is there twice")
-        rows[known[name]] = name
-    return tuple(rows)
-
-
-def as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[str, Any]) -> ad.AnnData:
+def _as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[str, Any]) -> ad.AnnData:
     """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
-    indptr = np.cumsum([0, *(len(cell.genes) for cell in cells)])
-    indices = np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
-    data = np.concatenate([np.ones(len(c.genes)) if c.values is None else c.values for c in cells]).astype(np.float32)
-    rank = np.concatenate([np.arange(1, len(cell.genes) + 1, dtype=np.int32) for cell in cells])
-    shape = (len(cells), vocabulary.n_genes)
-    lengths, ended = np.diff(indptr), [cell.ended for cell in cells]
-    obs = pd.DataFrame({"n_genes": lengths, "ended": ended}, index=[f"generated{i}" for i in range(len(cells))])
+    lengths = [len(cell.genes) for cell in cells]
+    indptr, indices = np.cumsum([0, *lengths]), np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
+    values = [np.ones(len(cell.genes)) if cell.values is None else cell.values for cell in cells]
+    ranks = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+    x, rank = (
+        sp.csr_matrix((np.concatenate(data).astype(dtype), indices, indptr), shape=(len(cells), vocabulary.n_genes))
+        for data, dtype in ((values, np.float32), (ranks, np.int32))
+    )
+    names = [f"generated{i}" for i in range(len(cells))]
+    obs = pd.DataFrame({"n_genes": lengths, "ended": [cell.ended for cell in cells]}, index=names)
     var = pd.DataFrame({"symbol": vocabulary.symbols}, index=vocabulary.gene_ids)
-    layers = {"rank": sp.csr_matrix((rank, indices, indptr), shape=shape)}
-    return ad.AnnData(sp.csr_matrix((data, indices, indptr), shape=shape), obs, var, {"cellmill": about}, layers=layers)
+    return ad.AnnData(x, obs, var, {"cellmill": about}, layers={"rank": rank})
 
 
 def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
@@ -230,12 +228,13 @@ def predict(
     *, options: PredictOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
 ) -> None:
     """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and `append` as in `embed`."""
-    path = checked_input(input, out, append)
+    path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     smallest = thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
     predicted = predict_heads(network, config, embedding, smallest)
+    write_prediction(out, obs, predicted, path if append else None)
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
     for end, (_, classifier) in classifiers_of(network, config).items():
         column, labels = classifier["label_column"], classifier["labels"]
@@ -254,11 +253,8 @@ def predict(
                 f"{n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
                 f"({n_equal / n_known:.3f})"
             )
-        if line := found.problem():
-            lines.append(f"warning: obs column {line}")
-    for key, column in predicted.about.items():
-        if key.startswith("value_column"):
-            lines.append(f"{len(obs):,} cells have a predicted {column} -> {out}")
-    write_prediction(out, obs, predicted, path if append else None)
+        lines += [f"warning: obs column {line}"] if (line := found.problem()) else []
+    numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]
+    lines += [f"{len(obs):,} cells have a predicted {column} -> {out}" for column in numbers]
     for line in [*lines, *limits_of(embedding)]:
         print(f"{path.stem}: {line}")

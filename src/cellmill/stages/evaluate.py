@@ -15,11 +15,7 @@ evaluate writes metrics.json last:
 umap.tsv beside it has the drawn cells, scores.csv the numbers of all rows, one a line. The seconds of a task are the
 only number that varies from one evaluation to the next.
 
-knock_out writes an .h5ad: X is how far each drawn cell's embedding moves without the counts of each gene, var the
-summary by gene (`evaluate/knock_out.py`). It may be given any cells, those of the training too.
-
-predict_changes writes the predictions that task `perturbation` scores (of the first of its repetitions) beside the
-measured cells (`evaluate/tasks/perturbation.py`), for packages that compare cells (workflow/rules/bridges.smk).
+knock_out and predict_changes write what `evaluate/knock_out.py` and `evaluate/tasks/perturbation.py` describe.
 """
 
 import json
@@ -115,35 +111,41 @@ def evaluate(
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, Any] = {}
     pictures: list[Callable[[], list[tuple[Any, ...]]]] = []
-    for at, (name, given) in enumerate(files.items()):
-        with evaluation.open(name) as (context, unseen, n_copies):
-            reader, cost = context.reader, read_costs(given.embedding)
-            print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
-            context = replace(
-                context,
-                baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
-                embedding_cost=cost,
-                external={
-                    f"{other}{model.note}": read_embedding(file, reader.obs.index, model.command_digest, None)
-                    for (other, model), file in zip(others.items(), external[at * len(others) :])
-                },
-            )
-            pictures.append(_start_umap(context, unseen))
-            n_scored, n_chosen = int(context.scored.sum()), reader.n_obs if section.cells == "all" else unseen.sum()
-            datasets[name] = {
-                "n_cells": reader.n_obs,
-                "n_scored": n_scored,
-                "cells": section.cells,
-                "n_without_genes": int(n_chosen) - n_scored,
-                "genes": asdict(gene_coverage(context.columns, context.model.vocabulary)),
-                "in_corpus": bool(evaluation.trained.seen[name]),
-                "n_copies": n_copies,
-                "roles": {role: str(column.name) for role, column in context.roles.items() if column.name != role},
-                "supervised": context.supervised,
-                "tasks": _run_tasks(tasks, context),
-            }
-            context.baselines.save()
-    write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
+    try:
+        for at, (name, given) in enumerate(files.items()):
+            with evaluation.open(name) as (context, unseen, n_copies):
+                reader, cost = context.reader, read_costs(given.embedding)
+                print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
+                context = replace(
+                    context,
+                    baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
+                    embedding_cost=cost,
+                    external={
+                        f"{other}{model.note}": read_embedding(file, reader.obs.index, model.command_digest, None)
+                        for (other, model), file in zip(others.items(), external[at * len(others) :])
+                    },
+                )
+                pictures.append(_start_umap(context, unseen))
+                n_scored, n_chosen = int(context.scored.sum()), reader.n_obs if section.cells == "all" else unseen.sum()
+                datasets[name] = {
+                    "n_cells": reader.n_obs,
+                    "n_scored": n_scored,
+                    "cells": section.cells,
+                    "n_without_genes": int(n_chosen) - n_scored,
+                    "genes": asdict(gene_coverage(context.columns, context.model.vocabulary)),
+                    "in_corpus": bool(evaluation.trained.seen[name]),
+                    "n_copies": n_copies,
+                    "roles": {role: str(column.name) for role, column in context.roles.items() if column.name != role},
+                    "supervised": context.supervised,
+                    "tasks": _run_tasks(tasks, context),
+                }
+                context.baselines.save()
+        write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
+    except BrokenProcessPool:
+        raise DataError(
+            "the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of evaluate in the profile's "
+            "set-resources"
+        ) from None
     metrics = evaluation.about | {"options": section.model_dump(mode="json"), "datasets": datasets}
     write_scores(out.parent / "scores.csv", datasets)
     kept = out.with_name("metrics.failed.json")
@@ -161,37 +163,19 @@ def _beside() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, get_context("spawn"))
 
 
-@contextmanager
-def _named_death(dataset: str) -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool:
-        raise DataError(
-            f"{dataset}: the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of evaluate in "
-            "the profile's set-resources"
-        ) from None
-
-
 def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
     """Start the UMAP of the cells that have an embedding; the result waits for its rows of umap.tsv."""
     names, vectors, seed = context.reader.obs.index, context.vectors, context.options.seed
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
-    with _named_death(context.dataset):
-        projected = _beside().submit(project, vectors[cells], seed)
-    none = np.full(len(names), "")
+    projected = _beside().submit(project, vectors[cells], seed)
     labels, batches = (
-        text_values(context.roles[role]) if role in context.roles else none for role in ("label", "batch")
+        text_values(context.roles[role]) if role in context.roles else np.full(len(names), "")
+        for role in ("label", "batch")
     )
-
-    def rows() -> list[tuple[Any, ...]]:
-        with _named_death(context.dataset):
-            found = zip(cells, projected.result())
-        return [
-            (context.dataset, names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
-            for cell, (x, y) in found
-        ]
-
-    return rows
+    return lambda: [
+        (context.dataset, names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
+        for cell, (x, y) in zip(cells, projected.result())
+    ]
 
 
 class _Evaluation:
@@ -233,41 +217,39 @@ class _Evaluation:
 
 
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
-    """Entry of each task in metrics.json, those that read a label again for each further label; prints the results."""
-    name, further = context.dataset, [role for role in context.roles if role.startswith("label ")]
+    """Entry of each task in metrics.json, those that read a label again for each further label; prints the results.
+
+    A task that fails is named in the last line, below its traceback.
+    """
     results: dict[str, Any] = {}
-    for role in ["label", *further]:
+    dataset, n_scored, n_cells = context.dataset, int(context.scored.sum()), context.reader.n_obs
+    for role in ["label", *(role for role in context.roles if role.startswith("label "))]:
         other, ending = context, ""
-        if role in further:
+        if role != "label":
             ending = f" of {context.roles[role].name}"
             other = replace(context, roles={**context.roles, "label": context.roles[role]})
-        n_scored, n_cells, cells = int(context.scored.sum()), context.reader.n_obs, context.options.cells
-        print(f"{name}: {n_scored:,} of {n_cells:,} cells are scored ({cells})", flush=True)
-        listed = progress(tasks.items(), f"evaluate {name}{ending}", len(tasks), "tasks", now=lambda pair: pair[0])
-        for task_name, task in listed:
-            if not ending or context.options.tasks[task_name].reads_label:
-                entry = results[task_name + ending] = _run_task(task, task_name + ending, other)
-                for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
-                    print(f"{name}: {task_name}{ending}: {line}", flush=True)
+        print(f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})", flush=True)
+        listed = progress(tasks.items(), f"evaluate {dataset}{ending}", len(tasks), "tasks", now=lambda pair: pair[0])
+        for name, task in listed:
+            if ending and not context.options.tasks[name].reads_label:
+                continue
+            started = time.perf_counter()
+            try:
+                entry = named_supervised(task.run(other), other.supervised).to_json()
+                entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
+                json.dumps(entry, allow_nan=False)
+            except UserError:
+                raise
+            except Exception as error:
+                traceback.print_exc()
+                raise DataError(
+                    f"{dataset}: task {name + ending!r} failed ({in_one_line(error)}); repair it, or take it out of "
+                    "evaluate.tasks"
+                ) from None
+            results[name + ending] = entry
+            for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
+                print(f"{dataset}: {name}{ending}: {line}", flush=True)
     return results
-
-
-def _run_task(task: Task, name: str, context: Context) -> dict[str, Any]:
-    """Entry of one task, with its seconds. A task that fails is named in the last line, below its traceback."""
-    started = time.perf_counter()
-    try:
-        entry = named_supervised(task.run(context), context.supervised).to_json()
-        entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
-        json.dumps(entry, allow_nan=False)
-    except UserError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise DataError(
-            f"{context.dataset}: task {name!r} failed ({in_one_line(error)}); repair it, or take it out of "
-            "evaluate.tasks"
-        ) from None
-    return entry
 
 
 def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, counts: str, out: Path) -> None:
@@ -288,13 +270,13 @@ def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, count
     with create_h5(out) as file:
         write_anndata(file, ad.AnnData(found.shifts, obs=obs, var=found.genes, uns={"cellmill": about}))
     print(f"{path.stem}: {len(found.genes):,} genes removed one by one from {len(obs):,} cells -> {out}")
-    for line in limits_of(found.embedding):
+    shown = [
+        f"{gene.symbol} moves {gene.n_cells:,} cells by {gene.shift:.2g}, genes of similar expression by "
+        f"{gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
+        for gene in found.genes.head(SHOWN).itertuples()
+    ]
+    for line in [*limits_of(found.embedding), *shown]:
         print(f"{path.stem}: {line}")
-    for gene in found.genes.head(SHOWN).itertuples():
-        print(
-            f"{path.stem}: {gene.symbol} moves {gene.n_cells:,} cells by {gene.shift:.2g}, genes of similar expression "
-            f"by {gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
-        )
 
 
 def predict_changes(

@@ -6,11 +6,12 @@ always a plain model. `config.json` is written last: its existence means that th
 """
 
 import importlib
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import StrictUndefined, Template
 
 from cellmill.config import check_options
@@ -27,7 +28,6 @@ from cellmill.finetune.method import load_method
 from cellmill.models.build import build
 from cellmill.models.export import fill_buffers, spec_of, write_tensors
 from cellmill.models.family import Model
-from cellmill.models.objectives.labels import Classification
 from cellmill.parallel.materialize import named_tensors, to_empty
 from cellmill.runs.folder import Checkpoint, TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
@@ -67,25 +67,37 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     (out / "config.json").unlink(missing_ok=True)
     write_tensors(out / "model.safetensors", tensors)
     genes.write(out / "vocabulary.tsv")
-    _write_adapter(out / "adapter", adapter, state.get("init_from"))
-    config = _config(state, genes) | {"weights_sha256": sha256_file(out / "model.safetensors")}
-    config |= _heads(model, genes, state, train)
+    shutil.rmtree(out / "adapter", ignore_errors=True)  # of an earlier export
+    if adapter is not None:  # as the package peft reads it, its configuration last
+        write_tensors(out / "adapter" / "adapter_model.safetensors", adapter[1])
+        about = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
+        write_json(out / "adapter" / "adapter_config.json", about)
+    given, progress = state["options"], state["progress"]
+    config: dict[str, Any] = {
+        "format": WEIGHTS_FORMAT,
+        "family": given["model"]["family"],
+        "model": given["model"],
+        "objective": given["objective"],
+        "tokens": given["tokens"],
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": state["fingerprint"],
+        "init_from": state.get("init_from"),
+        "supervised_by": state.get("supervised_by", []),
+        "weighted_by": given.get("stream", {}).get("weight_by"),
+        "step": progress["step"],
+        "val_loss": progress["val_loss"],
+        "ema_decay": given["train"].get("ema_decay"),
+        "seed": given["train"]["seed"],
+        "levels": state.get("levels"),
+    }
+    for key in ("weighted_by", "ema_decay", "levels"):  # absent where a run has none
+        if config[key] is None:
+            del config[key]
+    config |= {"weights_sha256": sha256_file(out / "model.safetensors")} | _heads(model, genes, state, train)
     write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
     write_json(out / "config.json", config)
     print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
-
-
-def _write_adapter(
-    folder: Path, adapter: tuple[dict[str, Any], dict[str, torch.Tensor]] | None, init_from: str | None
-) -> None:
-    """Write the adapter as the package peft reads it, its configuration last; without one remove an earlier one."""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (folder / name).unlink(missing_ok=True)
-    if adapter is not None:
-        write_tensors(folder / "adapter_model.safetensors", adapter[1])
-        write_json(folder / "adapter_config.json", {"base_model_name_or_path": init_from} | adapter[0])
-    elif folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
@@ -114,59 +126,29 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     load_tensors(checkpoint.path, tensors)
 
 
-def _config(state: dict[str, Any], genes: Vocabulary) -> dict[str, Any]:
-    options, progress = state["options"], state["progress"]
-    weighted = options.get("stream", {}).get("weight_by")
-    return {
-        "format": WEIGHTS_FORMAT,
-        "family": options["model"]["family"],
-        "model": options["model"],
-        "objective": options["objective"],
-        "tokens": options["tokens"],
-        "n_genes": genes.n_genes,
-        "vocabulary_digest": genes.digest,
-        "fingerprint": state["fingerprint"],
-        "init_from": state.get("init_from"),
-        "supervised_by": state.get("supervised_by", []),
-        **({"weighted_by": weighted} if weighted is not None else {}),
-        "step": progress["step"],
-        "val_loss": progress["val_loss"],
-        **({"ema_decay": decay} if (decay := options["train"].get("ema_decay")) is not None else {}),
-        "seed": options["train"]["seed"],
-        **({"levels": state["levels"]} if "levels" in state else {}),
-    }
-
-
 def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
     """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such heads."""
     regressions = regressions_of(model.objective)
     numbers = {name: {"target_column": head.config.target_column} for name, head in regressions.items()}
-    labels = classifications_of(model.objective)
     entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
-    if not labels:
+    if not (heads := classifications_of(model.objective)):
         return entries
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)
     shards, problem = _shards(train, options, state["fingerprint"])
-    made = {name: _classifier(model, options, shards, problem, train, head) for name, head in labels.items()}
-    first = next(iter(made))
-    entries["classifier"] = made.pop(first)
-    return entries | ({"more_classifiers": made} if made else {})
-
-
-def _classifier(
-    model: Model, options: TrainOptions, shards: Path | None, problem: str, train: Path, objective: Classification
-) -> dict[str, Any]:
-    """Labels and calibration of a head; without shards `problem` says why."""
-    calibration = None if shards is None else calibration_of(model.eval(), options, shards, objective)
-    known: dict[str, Any] = {"label_column": objective.config.label_column, "labels": objective.labels}
-    if calibration is None:
-        known["uncalibrated"] = problem or NO_VALIDATION
-        print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
-        return known | {"calibration": None}
-    known["calibration"] = vars(calibration)
-    print(_calibration_line(known), flush=True)
-    return known
+    classifiers: dict[str, Any] = {}
+    for name, head in heads.items():
+        calibration = None if shards is None else calibration_of(model.eval(), options, shards, head)
+        known: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
+        if calibration is None:
+            known |= {"uncalibrated": problem or NO_VALIDATION, "calibration": None}
+            print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
+        else:
+            known["calibration"] = vars(calibration)
+            print(_calibration_line(known), flush=True)
+        classifiers[name] = known
+    entries["classifier"] = classifiers.pop(next(iter(classifiers)))
+    return entries | ({"more_classifiers": classifiers} if classifiers else {})
 
 
 def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
@@ -177,11 +159,9 @@ def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path 
     path = Path(read_json(record)["manifest"])
     places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
     for place in places:
-        try:
+        with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
             if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
                 return place, ""
-        except (DataError, KeyError):  # damaged, or without these columns: other shards
-            continue
     return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
 

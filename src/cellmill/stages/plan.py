@@ -5,7 +5,6 @@ it needs, the memory of the device, and the first change that helps.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,21 +38,23 @@ def plan(
     genes: int = 20_000,
 ) -> None:
     """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells. Raises ConfigError."""
-    device = device.lower()
+    device, fingerprint = device.lower(), None
     if manifest is None:
-        corpus, fingerprint = _assumed(options, cells, genes), None
-        detected = kept = corpus.lengths
+        # as with the defaults of val_frac and test_frac
+        longest, val = min(options.tokens.max_tokens, genes), cells // 8
+        print(
+            f"no --manifest given; assuming {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} "
+            "validation cells\n"
+        )
+        levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
+        detected = kept = np.full(min(cells, SAMPLED_CELLS), longest)
+        corpus = Cells(kept, genes, val, number=cells, levels=levels)
     else:
         shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
         numbers = token_numbers(options.tokens, detected, shards.n_genes)
-        kept = numbers.detected
-        corpus = Cells(
-            numbers.all,
-            shards.n_genes,
-            validation=shards.splits["val"].n_obs,
-            levels=shards.levels(options.obs_columns()),
-        )
+        kept, levels = numbers.detected, shards.levels(options.obs_columns())
+        corpus = Cells(numbers.all, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels)
     if suggest:
         suggestions = search.suggest(options, corpus, machine, device)
         print(search.table(suggestions, options, machine, device), flush=True)
@@ -71,28 +72,14 @@ def plan(
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
-    _check_host_memory(plan["memory"], machine)
-    if out is not None:
-        write_json(out, plan)
-    print(table(plan), flush=True)
-
-
-def _check_host_memory(memory: dict[str, Any], machine: Machine) -> None:
-    """Raise ConfigError unless `mem_mb`, per node, holds what the processes of a node pin beside their GPUs."""
-    pinned = machine.nproc_per_node * (memory["host_bytes"] + memory["staging_bytes"])
+    # what the processes of a node pin beside their GPUs
+    pinned = machine.nproc_per_node * (plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"])
     if machine.mem_mb and pinned > machine.mem_mb * MB:
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {amount(pinned)} of host memory for checkpoints and "
             f"cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all of a node), or "
             "use more nodes"
         )
-
-
-def _assumed(options: PlanOptions, cells: int, genes: int) -> Cells:
-    longest, val = min(options.tokens.max_tokens, genes), cells // 8  # as with the defaults of val_frac and test_frac
-    print(
-        f"no --manifest given; assuming {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} "
-        "validation cells\n"
-    )
-    levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
-    return Cells(np.full(min(cells, SAMPLED_CELLS), longest), genes, val, number=cells, levels=levels)
+    if out is not None:
+        write_json(out, plan)
+    print(table(plan), flush=True)

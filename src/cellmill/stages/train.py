@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,8 @@ def train(
         "fingerprint": fingerprint,
         "manifest": str(manifest),
         "vocabulary": str(vocabulary),
-        "init_from": None if init_from is None else str(init_from),
-        "teacher": None if teacher is None else str(teacher),
+        "init_from": init_from and str(init_from),
+        "teacher": teacher and str(teacher),
         "supervised_by": supervised_by(options.objective, init_from),
         "nodes": machine.nodes,
         "nproc_per_node": machine.nproc_per_node,
@@ -85,6 +84,22 @@ def train(
     }
     folder = TrainFolder(out)
     steps = options.train.total_steps(epoch_of(options, n_cells).steps_per_epoch)
+
+    def job(error_folder: Path) -> Job:
+        """The processes of the training; error.txt goes to `error_folder`."""
+        error = str(error_folder / "error.txt")
+        return Job(
+            module="cellmill.train.worker",
+            arguments=[str(folder.path), error, machine.wanted_device],
+            nodes=machine.node_counts[-1],
+            nproc_per_node=machine.nproc_per_node,
+            cores=machine.cpus_per_task if machine.launcher == "local" else 0,
+            max_restarts=machine.max_restarts,
+            error_file=error,
+            join_s=max(REACH_S, options.train.timeout_s),
+            state_file=str(folder.path.resolve() / "state.json"),
+        )
+
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
         launcher = SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
@@ -98,7 +113,6 @@ def train(
             write_json(folder.path / "run.json", record)
             if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
                 (folder.path / "state.json").unlink()
-        job = partial(_job, folder, machine, max(REACH_S, options.train.timeout_s))
         with followed(folder.path, options.track), accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
                 launcher.run(job)
@@ -110,22 +124,6 @@ def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[st
     """Return the obs columns whose labels the run reads, and those that its first weights were trained with."""
     earlier = [] if init_from is None else read_model_config(init_from / "config.json").get("supervised_by", [])
     return sorted({*objective.supervised_by, *earlier})
-
-
-def _job(folder: TrainFolder, machine: Machine, join_s: float, error_folder: Path) -> Job:
-    """The processes of the training; error.txt goes to `error_folder`."""
-    error = str(error_folder / "error.txt")
-    return Job(
-        module="cellmill.train.worker",
-        arguments=[str(folder.path), error, machine.wanted_device],
-        nodes=machine.node_counts[-1],
-        nproc_per_node=machine.nproc_per_node,
-        cores=machine.cpus_per_task if machine.launcher == "local" else 0,
-        max_restarts=machine.max_restarts,
-        error_file=error,
-        join_s=join_s,
-        state_file=str(folder.path.resolve() / "state.json"),
-    )
 
 
 def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
