@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -103,12 +102,8 @@ def added_options(section: BaseModel, path: str = "") -> Iterator[str]:
 
 def changed(options: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of `options` with another value at `path`."""
-    section = options = deepcopy(options)
-    *names, last = path.split(".")
-    for name in names:
-        section = section[name]
-    section[last] = value
-    return options
+    name, _, rest = path.partition(".")
+    return options | {name: changed(options[name], rest, value) if rest else value}
 
 
 def run(folder: Path, words: str) -> None:

@@ -84,10 +84,15 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         raise ConfigError(f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}")
     options, datasets = pipeline.corpora[corpus], pipeline.datasets(corpus)
     datasets = {name: datasets[name] for name in options.datasets or datasets}
-    if cells is None:
-        sizes = [_cells_of(dataset.path, dataset.counts) for dataset in datasets.values()]
-    else:
+    if cells is not None:
         sizes = [cells // len(datasets) + (i < cells % len(datasets)) for i in range(len(datasets))]
+    else:
+        sizes = []
+        for dataset in datasets.values():
+            if is_url(dataset.path):
+                raise ConfigError(f"{dataset.path}: its cells are not known before it is fetched; give --cells")
+            with open_dataset(Path(dataset.path), dataset.counts) as reader:
+                sizes.append(reader.n_obs)
     print(
         f"{corpus}: {sum(sizes):,} cells of {genes_per_cell:,} genes in {len(sizes):,} files, by costs measured once "
         "on another machine, without waiting for disks:"
@@ -112,10 +117,3 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         f"{sum(cost.files for cost in costs):,} files, {sum(cost.gigabytes for cost in costs):,.1f} GB; training and "
         "embedding: `cellmill plan`"
     )
-
-
-def _cells_of(path: str, counts: str) -> int:
-    if is_url(path):
-        raise ConfigError(f"{path}: its cells are not known before it is fetched; give --cells")
-    with open_dataset(Path(path), counts) as reader:
-        return reader.n_obs

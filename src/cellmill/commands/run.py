@@ -30,8 +30,10 @@ from cellmill.runs.lock import Holder, holder_of
 from cellmill.runs.progress import TAIL_BYTES
 from cellmill.track.follow import POLL_S, Follower, without_secrets
 
-SLOWEST_POLL_S = 10.0  # for a job that is followed for long
+SLOWEST_POLL_S = 10.0  # for a job that is followed for long, or sent to a tracker
 SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
+LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
+SAVE_S = 600  # how long a training on this machine may take to save
 
 
 def attach(*, run: str, results: Path) -> None:
@@ -54,11 +56,7 @@ def attach(*, run: str, results: Path) -> None:
     try:
         say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
         tail = Tail(log)
-        if log.exists() and log.stat().st_size > TAIL_BYTES:
-            with open(log, "rb") as file:
-                file.seek(-TAIL_BYTES, 2)
-                file.readline()  # incomplete
-                tail.position = file.tell()
+        tail.position = max(0, log.stat().st_size - TAIL_BYTES) if log.exists() else 0
         if job is not None:
             follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
         follow_run(tail, follower.alive if follower is not None else lambda: holder_of(train) is not None)
@@ -94,10 +92,6 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
     raise UserError(f"{saved}; `cellmill logs {train.parent.name}` shows its output")
 
 
-LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
-SAVE_S = 600  # how long a training on this machine may take to save
-
-
 def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
     train = train_folder(results, run)
@@ -126,17 +120,12 @@ def _cancel_jobs(train: Path) -> list[str]:
             with suppress(KeyboardInterrupt):
                 save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
             state = cancel_job(job.job_id, job.name)
-            # a launcher that still follows records the end itself
-            record = jobs.record(job.job_id, job.name) if _is_released(train, LAUNCHER_S) else None
-            if record is not None and record.ended_at is None:
-                record.write_state(state.name, state.reason, ended=True)
+            if settle(lambda: holder_of(train) is None, train, LAUNCHER_S, time.sleep):
+                record = jobs.record(job.job_id, job.name)
+                if record is not None and record.ended_at is None:  # else a launcher that follows records it
+                    record.write_state(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
-
-
-def _is_released(train: Path, within_s: float) -> bool:
-    """Wait for the run's lock to be released; True if it is free."""
-    return settle(lambda: holder_of(train) is None, train, within_s, time.sleep)
 
 
 def _end_process(train: Path, holder: Holder) -> str:
@@ -152,12 +141,9 @@ def _end_process(train: Path, holder: Holder) -> str:
         pass
     except PermissionError:
         raise UserError(f"{train}: trained by {holder.text}, which you may not signal") from None
-    if not _is_released(train, SAVE_S):
+    if not settle(lambda: holder_of(train) is None, train, SAVE_S, time.sleep):
         raise UserError(f"{holder.text} was asked to end {SAVE_S // 60} min ago and has not ended")
     return f"ended process {holder.pid}"
-
-
-QUEUE_S = 10.0  # between queries of jobs
 
 
 def follow(*, run: str, to: str, results: Path) -> None:
@@ -175,7 +161,7 @@ def follow(*, run: str, to: str, results: Path) -> None:
         """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
         locked = holder_of(train) is not None
         if locked or living_jobs(train, queue):  # a job whose launcher left it
-            time.sleep(POLL_S if locked else QUEUE_S)
+            time.sleep(POLL_S if locked else SLOWEST_POLL_S)
             return ""
         state = TrainFolder(train).state()
         return state if state in ("done", "stopped") else "failed"

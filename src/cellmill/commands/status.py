@@ -128,13 +128,11 @@ def running_stages(logs: Path) -> list[str]:
 
 def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
     """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the reason."""
-
-    def may_be_alive(train: Path) -> bool:
+    alive = False
+    for train in trains:
         with suppress(UserError, OSError):  # reported in its own row
-            return Jobs(train).may_be_alive()
-        return False
-
-    if not any(map(may_be_alive, trains)):
+            alive = alive or Jobs(train).may_be_alive()
+    if not alive:
         return None, ""
     if shutil.which("squeue") is None:
         return None, "squeue is not on PATH: jobs are shown as last recorded"
@@ -239,18 +237,6 @@ def table(rows: list[list[str]]) -> str:
 
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN = {
-    "loss": "loss {loss:.4g}",
-    "lr": "lr {lr:.2e}",
-    "val_loss": "validation {val_loss:.4g} at step {step}",
-    "effective_rank": "effective rank {effective_rank:.1f}",
-}
-"""Text of the newest line of the curve that has a key."""
-SHOWN_RUNNING = {
-    "cells_per_s": "{cells_per_s:,.0f} cells/s",
-    "data_wait_frac": "waiting for data {data_wait_frac:.0%}",
-    "mfu": "MFU {mfu:.1%}",
-}
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
@@ -312,11 +298,19 @@ class WatchedRun:
         if lines:
             step = max(each["step"] for each in lines)
             shown.append(f"step {step}" + (f"/{self._steps} ({step / self._steps:.0%})" if self._steps else ""))
-        shown += [text.format(**found) for key, text in SHOWN.items() if (found := newest(key, lines))]
+        for key, text in (
+            ("loss", "loss {loss:.4g}"),
+            ("lr", "lr {lr:.2e}"),
+            ("val_loss", "validation {val_loss:.4g} at step {step}"),
+            ("effective_rank", "effective rank {effective_rank:.1f}"),
+        ):
+            shown += [text.format(**found)] if (found := newest(key, lines)) else []
         shown += ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
         if state == "running" and line:
             age_s = age(self._train / "metrics.jsonl")
-            shown += [text.format(**line) for key, text in SHOWN_RUNNING.items() if key in line]
+            shown += [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
+            shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
+            shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
             shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
             shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
             shown.append(f"last line {span(age_s)} ago")

@@ -5,7 +5,6 @@ no effect there, or has no counterpart here).
 """
 
 import copy
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from cellmill.config.load import check_config, read_yaml
 from cellmill.errors import ConfigError
 from cellmill.files import write_text
+from cellmill.track.follow import flat
 
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("scmodelforge.yaml").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def translate(*, file: Path, out: Path) -> None:
     paths = tree["data"].get("paths") or []
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"data.paths: expected a list of .h5ad files, got {paths or 'none'}; add them")
-    config, answers = translated(dict(_leaves(tree)))
+    config, answers = translated(flat(tree))
     config["corpora"] = {"corpus": {"table": str(table)}}
     config["runs"] = {"translated": {"corpus": "corpus"}}
     answers["data.paths"] = ("written", f"column path of {table}")
@@ -103,25 +103,18 @@ def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, s
             return "advice", f"{value}: none here; set {here}"
         _put(config, here, copy.deepcopy(names[str(value)]))
         return "written", f"{here}: {yaml.safe_dump(names[str(value)], default_flow_style=True).splitlines()[0]}"
-    parts = key.split(".")
-    for section in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
+    section = key
+    while section:  # the key itself, or the next section above it
         if section in TABLES["no_effect"]:
             return "dropped", f"had no effect there either: {TABLES['no_effect'][section]}"
         if section in TABLES["none_here"]:
             return "dropped", f"none here: {TABLES['none_here'][section]}"
         if section in TABLES["elsewhere"]:
             return "advice", str(TABLES["elsewhere"][section])
+        section = section.rpartition(".")[0]
     return "dropped", "unknown to scModelForge too"
 
 
 def _put(config: dict[str, Any], key: str, value: Any) -> None:
     section, name = key.split(".")
     config.setdefault(section, {})[name] = value
-
-
-def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

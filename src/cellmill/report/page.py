@@ -6,7 +6,7 @@ It computes no result and loads nothing from elsewhere.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,21 +18,8 @@ from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
 from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number, reach
 from cellmill.runs.progress import COLLAPSED
-from cellmill.runs.verdict import Outcome
 
 REGRESSION = "all genes + logistic regression"
-
-
-class PairedDifference(NamedTuple):
-    """Paired difference from logistic regression on all genes, with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def outcome(self) -> Outcome:
-        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "level"
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Standing:
     row: str
     value: float
     sd: float
-    regression: PairedDifference | None  # None where the task has no such baseline
+    regression: Mapping[str, Any] | None  # `mean`, `low`, `high` and `outcome` against logistic regression on all genes
     baseline: tuple[str, float] | None  # the best baseline of the task, and its value
     outcomes: Mapping[str, int]  # verdicts by outcome
     gap: str | None  # in words, what the row closes of it; None without a scale
@@ -80,15 +67,22 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
 
 
-def _difference(result: Mapping[str, Any], row: str) -> PairedDifference | None:
-    """Difference of `row` from logistic regression by the task's metric: a paired difference, or else a verdict."""
-    key = (row, REGRESSION, result["metric"])
-    for line in result.get("differences") or []:
-        if (line["compared"], line["against"], line["column"]) == key:
-            return PairedDifference(line["mean"], line["low"], line["high"])
-    for line in result["verdicts"]:
-        if (line["compared"], line["against"], line["metric"]) == key and line["interval"] is not None:
-            return PairedDifference(line["difference"], *line["interval"])
+def _difference(result: Mapping[str, Any], row: str) -> dict[str, Any] | None:
+    """Difference of `row` from logistic regression by the task's metric, with its 95 % interval and outcome: a paired
+    difference, or else a verdict; None where the task has no such baseline."""
+    found = [
+        (line["compared"], line["against"], line["column"], line["mean"], line["low"], line["high"])
+        for line in result.get("differences") or []
+    ]
+    found += [
+        (line["compared"], line["against"], line["metric"], line["difference"], *line["interval"])
+        for line in result["verdicts"]
+        if line["interval"] is not None
+    ]
+    for compared, against, metric, mean, low, high in found:
+        if (compared, against, metric) == (row, REGRESSION, result["metric"]):
+            outcome = "ahead" if low > 0 else "behind" if high < 0 else "level"
+            return {"mean": mean, "low": low, "high": high, "outcome": outcome}
     return None
 
 
