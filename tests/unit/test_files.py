@@ -11,8 +11,9 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from cellmill.files import (
     write_json,
     write_text,
 )
+from tests.distributed.command import wait_for
 
 WRITER = """
 import sys, time
@@ -53,41 +55,44 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start_writer(final: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("before", [None, "old"])
-def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path: Path, before: str | None) -> None:
-    final = tmp_path / "out.bin"
-    if before is not None:
-        final.write_text(before)
-    with start_writer(final) as writer:
+@contextmanager
+def writing(final: Path) -> Iterator[None]:
+    """A process that is killed while it writes `final`."""
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
+        yield
         writer.send_signal(signal.SIGKILL)
-    assert (final.read_text() if final.exists() else None) == before
-    left = [path.name for path in tmp_path.iterdir() if path != final]
-    assert len(left) == 1
-    assert left[0].startswith(".out.")
-    assert left[0].endswith(".incomplete.bin")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("before", [[], ["out.bin"]])
+def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path: Path, before: list[str]) -> None:
+    final = tmp_path / "out.bin"
+    for name in before:
+        (tmp_path / name).write_text("old")
+    with writing(final):
+        pass
+    left, *others = names(tmp_path)
+    assert re.fullmatch(r"\.out\..*\.incomplete\.bin", left)
+    assert others == before
+    assert not before or final.read_text() == "old"
     write_text(final, "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.bin"]
+    assert names(tmp_path) == ["out.bin"]
 
 
 def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
     final = tmp_path / "out.bin"
-    with start_writer(final) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "written\n"
+    with writing(final):
         write_text(final, "new")
         remove_incomplete(final)
-        left = [path.name for path in tmp_path.iterdir() if path != final]
-        assert len(left) == 1
-        writer.send_signal(signal.SIGKILL)
+        left, _ = names(tmp_path)
     # of another host it is not known whether its writer lives
-    other = tmp_path / re.sub(r"\.[0-9a-f]{6}-", ".ffffff-", left[0])
-    (tmp_path / left[0]).rename(other)
+    other = tmp_path / re.sub(r"\.[0-9a-f]{6}-", ".ffffff-", left)
+    (tmp_path / left).rename(other)
     write_text(final, "new")
     assert other.exists()
     os.utime(other, (0, 0))
@@ -120,38 +125,22 @@ def test_a_full_disk_ends_a_stage_in_one_line_without_output(tmp_path: Path) -> 
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("cellmill simulate: ")
     assert "File too large" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
-def test_an_error_in_the_block_keeps_the_old_file_and_no_temporary_file(tmp_path: Path) -> None:
-    final = tmp_path / "out.txt"
-    write_text(final, "old")
-
-    def half() -> None:
-        with atomic_path(final) as path:
-            path.write_text("half")
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        half()
-    assert final.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
-
-
-def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+def test_a_file_appears_when_the_block_ends_and_an_error_keeps_the_old_one(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "out.txt"
+    with atomic_path(final) as path:
+        assert (path.suffix, path.parent) == (".txt", final.parent)
+        path.write_text("old")
+        assert not final.exists()
+    with pytest.raises(RuntimeError, match="stop"), atomic_path(final) as path:
+        path.write_text("half")
+        raise RuntimeError("stop")
+    assert (final.read_text(), names(final.parent)) == ("old", ["out.txt"])
     with pytest.raises(IsADirectoryError) as error, atomic_path(tmp_path):
         raise AssertionError("the block must not run")
     assert error.value.filename == str(tmp_path)
-
-
-def test_the_file_appears_only_when_the_block_ends_and_its_folder_is_made(tmp_path: Path) -> None:
-    final = tmp_path / "new" / "folder" / "out.h5ad"
-    with atomic_path(final) as path:
-        assert path.suffix == ".h5ad"
-        assert path.parent == final.parent
-        path.write_text("whole")
-        assert not final.exists()
-    assert final.read_text() == "whole"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
@@ -182,23 +171,19 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
     assert durable == [("all of it", False), ("folder", True)]
 
 
-def test_json_round_trips_and_nan_is_refused(tmp_path: Path) -> None:
-    value = {"a": [1, 2.5, None], "é": {"b": True}}
-    write_json(tmp_path / "value.json", value)
-    assert read_json(tmp_path / "value.json") == value
+def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path: Path) -> None:
+    value, path = {"a": [1, 2.5, None], "é": {"b": True}}, tmp_path / "value.json"
+    write_json(path, value)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "value.json", {"loss": float("nan")})
-    assert read_json(tmp_path / "value.json") == value
-
-
-def test_missing_or_truncated_json_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
+        write_json(path, {"loss": float("nan")})
+    assert read_json(path) == value
+    path.write_text(json.dumps(value)[:-3])
+    with pytest.raises(DataError, match=r"value\.json: not valid JSON \("):
+        read_json(path)
+    path.unlink()
     with pytest.raises(DataError) as missing:
         read_json(path)
     assert str(missing.value) == f"{path}: no such file"
-    path.write_text(json.dumps({"steps": 10})[:-3])
-    with pytest.raises(DataError, match=r"plan\.json: not valid JSON \("):
-        read_json(path)
 
 
 def test_digests_depend_on_bytes_and_not_on_the_order_of_keys(tmp_path: Path) -> None:
@@ -208,23 +193,12 @@ def test_digests_depend_on_bytes_and_not_on_the_order_of_keys(tmp_path: Path) ->
     assert digest({"b": [1, 2]}) != digest({"b": [2, 1]})
 
 
-class Clock:
-    """Seconds since 0, which the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: Any) -> list[str]:
     """Lines of `progress` over blocks of `rows` cells, each of which takes its seconds."""
-    clock, blocks = Clock(), [np.empty((rows, 2)) for _ in seconds]
-    for took, _ in zip(
-        seconds, progress(blocks, "preprocess kang", rows * len(blocks), clock=clock, out=out, **options)
-    ):
-        clock.now += took
+    now, blocks = [0.0], [np.empty((rows, 2)) for _ in seconds]
+    steps = progress(blocks, "preprocess kang", rows * len(blocks), clock=lambda: now[0], out=out, **options)
+    for took, _ in zip(seconds, steps):
+        now[0] += took
     return out.getvalue().splitlines()
 
 
@@ -261,10 +235,7 @@ def test_a_terminal_gets_a_bar_that_is_cleared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_long_item_is_named_while_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellmill.files.QUIET_S", 0.01)
-    out, waits = io.StringIO(), Event()
+    out = io.StringIO()
     for _ in progress(["umap"], "evaluate kang", 1, "tasks", now=str, out=out):
-        for _ in range(1000):
-            if out.getvalue():
-                break
-            waits.wait(0.01)
+        wait_for(out.getvalue)
     assert out.getvalue() == "evaluate kang: 0 of 1 tasks (0%), now umap\n"

@@ -16,6 +16,7 @@ import pytest
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
 from cellmill.runs.jobs import JobRecord, JobState
+from tests.distributed.command import wait_for
 from tests.unit.test_status import RUNNING, checkpoint, cli, command, hold, holders, job, results, run_of, squeue
 
 __all__ = ["holders", "results"]
@@ -39,10 +40,7 @@ class Command:
             )
 
     def wait_for(self, text: str) -> None:
-        give_up = time.monotonic() + 200
-        while text not in self.file.read_text():
-            assert time.monotonic() < give_up, self.file.read_text()
-            time.sleep(0.05)
+        wait_for(lambda: text in self.file.read_text(), self.file.read_text)
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, output and error."""
@@ -53,9 +51,10 @@ class Command:
 class Listing:
     """A squeue that lists one job, whose state can be changed while commands run."""
 
-    def __init__(self, results: Path, record: JobRecord) -> None:
+    def __init__(self, results: Path, record: JobRecord, state: str, reason: str = "None") -> None:
         self.file, self.record = results.parent / "answer", record
         command(results, "squeue", f"/bin/cat {self.file}")
+        self.shows(state, reason)
 
     def shows(self, state: str, reason: str = "None") -> None:
         self.file.write_text(self.line(state, reason) + "\n")
@@ -65,8 +64,8 @@ class Listing:
         return f"{self.record.job_id}|{state}|{reason}|{nodes}|{self.record.name}"
 
 
-def local_log(results: Path, name: str, text: str) -> Path:
-    path = results.parent / "logs" / "train" / f"{name}.log"
+def local_log(results: Path, text: str) -> Path:
+    path = results.parent / "logs" / "train" / "one.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -81,7 +80,7 @@ def test_the_log_is_that_of_the_newest_training(results: Path, capsys: pytest.Ca
     assert logs() == f"cellmill logs: one: no log: it has no job, and {beside} does not exist\n"
     record = job(train)
     assert logs() == (f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n")
-    local_log(results, "one", "job 41: PENDING (Resources)\n")
+    local_log(results, "job 41: PENDING (Resources)\n")
     assert logs() == "job 41: PENDING (Resources)\n"
     record.log.write_text("of the first job\n")
     assert logs() == "of the first job\n"
@@ -93,7 +92,7 @@ def test_the_log_is_that_of_the_newest_training(results: Path, capsys: pytest.Ca
 
 def test_a_closed_pipe_is_no_error(results: Path) -> None:
     run_of(results, "one")
-    local_log(results, "one", "a line\n" * 100_000)
+    local_log(results, "a line\n" * 100_000)
     words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
     reading = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert reading.stdout.readline() == "a line\n"
@@ -105,7 +104,7 @@ def test_a_local_training_is_followed_until_its_lock_is_free(
     results: Path, holders: list[subprocess.Popen[str]]
 ) -> None:
     train = run_of(results, "one", state=RUNNING)
-    log = local_log(results, "one", "step 100/600\n")
+    log = local_log(results, "step 100/600\n")
     process = hold(train, holders)
     checkpoint(train, 100)
     following = [Command(results, "logs", "one", "--follow"), Command(results, "attach", "one")]
@@ -126,7 +125,7 @@ def test_a_local_training_is_followed_until_its_lock_is_free(
 def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> None:
     train = run_of(results, "one", state=RUNNING)
     record = job(train)
-    (queue := Listing(results, record)).shows("PENDING", "Priority")
+    queue = Listing(results, record, "PENDING", "Priority")
     attached = Command(results, "attach", "one")
     attached.wait_for("PENDING")
     queue.shows("RUNNING")
@@ -160,7 +159,7 @@ def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train)
-    (queue := Listing(results, record)).shows("RUNNING")
+    queue = Listing(results, record, "RUNNING")
     attached = Command(results, "attach", "one")
     attached.wait_for("job 41: RUNNING")
     if error:
@@ -193,8 +192,7 @@ def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
-    record = job(run_of(results, "one"))
-    squeue(results, f"41|RUNNING|None|node1|{record.name}")
+    Listing(results, job(run_of(results, "one")), "RUNNING")
     command(results, "scancel", "echo no >&2; exit 1")
     attached = Command(results, "attach", "one")
     attached.wait_for("job 41: RUNNING")
@@ -225,7 +223,7 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train, state="RUNNING")
-    (queue := Listing(results, record)).shows("RUNNING")
+    queue = Listing(results, record, "RUNNING")
     ending = f"(/bin/sleep 1.5; echo '{queue.line('CANCELLED')}' > {queue.file}) > /dev/null 2>&1 &"
     command(results, "scancel", f'echo "$@" >> {results.parent}/scancelled; {ending}')
     printed = (
@@ -243,8 +241,7 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
 def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = job(run_of(results, "one"))
     (record.path / "job.json").unlink()
-    (queue := Listing(results, record)).shows("PENDING", "Priority")
-    command(results, "scancel", f": > {queue.file}")
+    command(results, "scancel", f": > {Listing(results, record, 'PENDING', 'Priority').file}")
     assert "cancelled job 41; saved at step 0" in cli(results, capsys, "cancel", "one")[1]
     assert not (record.path / "job.json").exists()
 

@@ -85,19 +85,9 @@ def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
     """A submission, with the name that is looked up in SLURM."""
     folder = train / "jobs" / f"{number:03}"
     folder.mkdir(parents=True, exist_ok=True)
-    value: dict[str, Any] = {
-        "path": folder,
-        "job_id": str(40 + number),
-        "name": Jobs(train).name(f"{number:03}"),
-        "submitted_at": time.time() - 300,
-        "nodes": "2",
-        "nproc_per_node": 4,
-        "gpus_per_node": 4,
-        "cpus_per_node": 8,
-        "slurm_partition": "gpu",
-        "runtime": 60,
-        "state": "PENDING",
-    }
+    value: dict[str, Any] = {"path": folder, "job_id": str(40 + number), "name": Jobs(train).name(f"{number:03}")}
+    value |= {"submitted_at": time.time() - 300, "state": "PENDING", "slurm_partition": "gpu", "runtime": 60}
+    value |= {"nodes": "2", "nproc_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 8}
     return JobRecord(**(value | changes)).write()
 
 
@@ -266,16 +256,14 @@ def test_an_unknown_run_is_answered_with_the_existing_ones(
 def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in ("none", "results"):  # before the first run a workflow has no such folder
-        results = tmp_path / path
-        said = [cli(results, capsys, "status"), cli(results, capsys, "logs", "one")]
-        if path == "none":
-            end = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
-            assert said == [(2, "", f"cellmill {stage}: {end}") for stage in ("status", "logs")]
-            (tmp_path / "workflow").mkdir()
-        else:
-            unknown = f"cellmill logs: 'one': no such run in {results}/runs; no run yet\n"
-            assert said == [(0, f"{results}/runs: no run yet\n", ""), (2, "", unknown)]
+    results = tmp_path / "results"
+    line = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
+    for stage in (["status"], ["logs", "one"]):
+        assert cli(results, capsys, *stage) == (2, "", f"cellmill {stage[0]}: {line}")
+    (tmp_path / "workflow").mkdir()  # before the first run a workflow has no such folder
+    assert cli(results, capsys, "status") == (0, f"{results}/runs: no run yet\n", "")
+    unknown = f"cellmill logs: 'one': no such run in {results}/runs; no run yet\n"
+    assert cli(results, capsys, "logs", "one") == (2, "", unknown)
 
 
 TABLE = """

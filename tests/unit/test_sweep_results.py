@@ -9,7 +9,7 @@ import pytest
 from reported import write
 
 from cellmill.cli import main
-from cellmill.report.sweep import Law, curves, fit_law
+from cellmill.report.sweep import curves, fit_law
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed} for n in SIZES for seed in (0, 1)}
@@ -76,11 +76,10 @@ def test_a_loss_that_is_alike_in_all_runs_has_its_curve_and_other_metrics_have_n
 @pytest.mark.full
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     sizes, noise = np.repeat([100, 300, 1000, 3000, 10_000], 2), np.random.default_rng(0).normal(0, 0.003, 10)
-    law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))
-    assert isinstance(law, Law)
-    assert law.low <= 0.45 + 0.005
-    assert law.high >= 0.45 - 0.005
-    assert law.floor == pytest.approx(1.2, abs=0.03)
-    assert "the exponent is not determined: 95 % interval 0.00 to" in str(fit_law(sizes, 2 + noise))
-    assert fit_law(sizes[:6], 2 + noise[:6]) == "3 sizes; a law with a floor needs 4"
-    assert fit_law(sizes, noise) == "losses or sizes that are not positive"
+    law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))["law"]
+    assert law["low"] <= 0.45 + 0.005
+    assert law["high"] >= 0.45 - 0.005
+    assert law["floor"] == pytest.approx(1.2, abs=0.03)
+    assert "the exponent is not determined: 95 % interval 0.00 to" in fit_law(sizes, 2 + noise)["no_law"]
+    assert fit_law(sizes[:6], 2 + noise[:6]) == {"no_law": "3 sizes; a law with a floor needs 4"}
+    assert fit_law(sizes, noise) == {"no_law": "losses or sizes that are not positive"}

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,8 +70,10 @@ def test_a_finished_run_is_shown_once_and_a_path_is_refused(tmp_path: Path, caps
     (train / "status.json").write_text("{}")
     assert main(["watch", "one", "--results", str(tmp_path / "results")]) == 0
     assert capsys.readouterr().out == "one: done  step 10/20 (50%)  loss 0.5  lr 1.00e-03  2 steps skipped\n"
-    assert main(["watch", "../one"]) == 2
-    assert capsys.readouterr().err == "cellmill watch: '../one': expected the name of a run, got a path\n"
+    assert main(["watch", "../one", "--results", str(tmp_path / "results")]) == 2
+    assert "'../one': expected the name of a run, got a path in" in capsys.readouterr().err
+    assert main(["watch", "one", "--every-s", "nan"]) == 2
+    assert "--every-s: expected seconds from 0.1 to 3600, got nan" in capsys.readouterr().err
 
 
 def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration_waited_for(
@@ -84,18 +87,9 @@ def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration
         assert main(["watch", name, "--results", results]) == 2
         message = f"no such run in {results}/runs or {config}; did you mean {nearest!r}?"
         assert capsys.readouterr().err == f"cellmill watch: {name!r}: {message}\n"
-    monkeypatch.setattr("time.sleep", _interrupt)
+    monkeypatch.setattr("time.sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
     assert main(["watch", "demo", "--results", results]) == 0
     assert capsys.readouterr().out == "demo: not begun\n"
-
-
-def _interrupt(seconds: float) -> None:
-    raise KeyboardInterrupt
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("columns", [200, 40, 12, 1])
@@ -104,7 +98,8 @@ def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     pieces, losses = CURVE.split("  "), [2.0, float("nan"), *(1 / step for step in range(1, 400))]
-    screen = Screen(terminal := Terminal())
+    monkeypatch.setattr(terminal := io.StringIO(), "isatty", lambda: True)
+    screen = Screen(terminal)
     screen.show(pieces, losses)
     first = terminal.getvalue()
     screen.show(pieces, losses)

@@ -4,37 +4,16 @@ import json
 import os
 import signal
 import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.workflow.conftest import Project
+from tests.distributed.command import wait_for
+from tests.workflow.conftest import ENVIRONMENT, Project
 
 pytestmark = pytest.mark.xdist_group("workflow")
 
 STATUS = "results/runs/tiny/train/status.json"
-
-
-def start(project: Project, target: str) -> subprocess.Popen[str]:
-    """Snakemake in its own process group, as a terminal starts it."""
-    return subprocess.Popen(
-        project.command("--", target),
-        cwd=project.folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_checkpoint(folder: Path) -> None:
-    until = time.monotonic() + 240
-    while not list(folder.glob("checkpoints/step-*/manifest.json")):
-        assert time.monotonic() < until, "no checkpoint was written"
-        time.sleep(0.05)
 
 
 def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(finished: Project) -> None:
@@ -43,8 +22,16 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(fi
     project, target = finished, STATUS.replace("tiny", "stopped")
     project.write_config(runs=runs)
     folder = (project.folder / target).parent
-    process = start(project, target)
-    wait_for_checkpoint(folder)
+    process = subprocess.Popen(
+        project.command("--", target),
+        cwd=project.folder,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # as a terminal starts it
+    )
+    wait_for(lambda: list(folder.glob("checkpoints/step-*/manifest.json")))
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
     seen, _ = process.communicate(timeout=120)
     assert process.returncode != 0

@@ -6,7 +6,6 @@ results.csv has one row for each run and each value by which it was judged: `run
 """
 
 import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from jinja2 import UndefinedError
 from cellmill.config.options import ReportOptions
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
-from cellmill.files import read_json, write_json, write_text
+from cellmill.files import atomic_path, read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run, read_sweep
-from cellmill.report.drawing import Drawings
+from cellmill.report.figures import Drawings
 from cellmill.report.page import render
 from cellmill.report.sweep import curves, rows_of
 
@@ -48,13 +47,10 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
     rows = [row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)]
     if not rows:
         raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_json(
-        out.parent / "curves.json",
-        {"name": out.parent.name, "axes": axes, "n_runs": len(of_runs), "curves": curves(rows, axes)},
-    )
-    write_text(out, text.getvalue())
+    about = {"name": out.parent.name, "axes": axes, "n_runs": len(of_runs), "curves": curves(rows, axes)}
+    write_json(out.parent / "curves.json", about)
+    with atomic_path(out) as path, open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     print(f"{len(of_runs)} runs, {len(rows):,} values -> {out}")
