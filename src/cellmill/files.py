@@ -53,9 +53,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def atomic_path(final: Path) -> Iterator[Path]:
     """A temporary path to write to, fsynced and renamed to `final` when the block ends without an error.
 
-    It has the suffix of `final`, since libraries choose a format by suffix. Removed if the block raises. Raises
-    DataError for a `final` that is a device, FIFO or socket, which the rename would replace, and OSError with the name
-    of `final` if the disk or the quota is full, which libraries report without a name.
+    It has the suffix of `final`, by which libraries choose a format. Raises DataError for a device, FIFO or socket,
+    which the rename would replace, and OSError with the name of `final` if the disk or the quota is full.
     """
     final = Path(final)
     if final.is_dir():  # the rename would name the temporary path
@@ -80,14 +79,12 @@ def atomic_path(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[None]:
-    """Add `path` to an OSError that names no file; only to those with one of `codes`, if these are given.
-
-    numpy's error for a full disk has no code: without one, space that has run out is the reason.
-    """
+    """Add `path` to an OSError that names no file, if given only to those with one of `codes`."""
     try:
         yield
     except OSError as error:
         code = error.errno
+        # numpy's error for a full disk has none
         if code is None and shutil.disk_usage(path if path.exists() else path.parent).free < 1 << 20:
             code = errno.ENOSPC
         if code is None or error.filename is not None or (codes is not None and code not in codes):
@@ -96,11 +93,8 @@ def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[N
 
 
 def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
-    """Remove temporary files of `final` whose writer was killed.
-
-    Those of living processes of this host stay. Of a process of another host nothing is known: its files are removed if
-    nobody has written to them for `older_than_s`; leave it at 0 where no other host can be writing `final`.
-    """
+    """Remove temporary files of `final` whose writer was killed: on this host those without a living process, of other
+    hosts, whose processes are not known, those that nobody has written to for `older_than_s`."""
     temporary = re.compile(_TEMPORARY.format(stem=re.escape(final.stem)) + re.escape(final.suffix))
     for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
         if (match := temporary.fullmatch(path.name)) is None:
@@ -142,10 +136,7 @@ def parse_json(text: str | bytes, source: Path | str) -> Any:
 
 
 def require_file(path: Path) -> None:
-    """Raise DataError unless `path` is a regular file, or a link to one, that this user may read.
-
-    Opening a FIFO would wait without end.
-    """
+    """Raise DataError unless `path` is a regular file, or a link to one, that this user may read."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:

@@ -20,6 +20,7 @@ import pytest
 
 import cellmill
 from tests.unit.exported import export_model, make_corpus
+from tests.unit.reported import LOSS, make_run, write
 
 if find_spec("huggingface_hub") is None:
     pytest.skip("the package huggingface_hub is not installed", allow_module_level=True)
@@ -139,20 +140,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     """A run with its model, and what evaluate and train wrote of it."""
     results = tmp_path_factory.mktemp("results")
     corpus = make_corpus(results / "corpora" / "sim", simulated)
-    folder = results / "runs" / "one"
+    folder = make_run(results / "runs" / "one")
     export_model(folder / "model", corpus["vocabulary"])
     (folder / "model" / "README.md").write_text("---\nlibrary_name: cellmill\n---\n# A model\n")
     (folder / "model" / "run.pkl").write_bytes(b"never")
     record = {"manifest": str(corpus["manifest"]), "init_from": None, "nodes": "1", "nproc_per_node": 2}
     record |= {"options": {"train": {"lr": 0.5}, "track": {"to": {}}}, "environment": {"torch": "2.13"}}
-    rows = [{"name": "embedding + kNN", "accuracy_mean": 0.8}, {"name": "all|genes", "accuracy_mean": 0.9}]
-    entry = {"rows": rows, "sentences": ["embedding is behind all genes."]}
-    entry |= {"metric": "accuracy", "verdicts": [], "figures": {}, "skipped": None, "differences": []}
-    dataset = {"n_cells": 9, "n_scored": 5, "n_without_genes": 0, "cells": "heldout", "roles": {}}
-    dataset |= {"tasks": {"probe": entry}}
-    for path, content in (("train/run.json", record), ("evaluate/metrics.json", {"datasets": {"sim": dataset}})):
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(json.dumps(content))
+    write(folder / "train/run.json", record)
+    metrics = folder / "evaluate/metrics.json"
+    write(metrics, metrics.read_text().replace("all genes +", "all|genes +"))
     return folder
 
 
@@ -202,7 +198,8 @@ def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(hub: Any, run_fold
     assert set(hub.repos["me/sim"]) == files
     card = hub.repos["me/sim"]["README.md"].decode()
     assert card.startswith("---\nlibrary_name: cellmill\nlicense: apache-2.0\n---\n# A model\n")
-    assert "| embedding + kNN | 0.800 |\n| all\\|genes | 0.900 |\n\nembedding is behind all genes.\n" in card
+    assert "\npbmc: 95 cells (heldout).\n\n| probe | accuracy | macro_f1 |\n|---|---|---|\n" in card
+    assert f"| all\\|genes + logistic regression | 0.840 | 0.740 |\n\n{LOSS}\n" in card
     assert re.search(r"^\| simulated \| not said \| not said \| `[0-9a-f]{64}` \| 600 \|$", card, re.M)
     assert "runs:\n  one:\n    corpus: sim\n    train:\n      lr: 0.5\n```\n" in card
     assert "secret" not in card + pushed[1] + pushed[2]

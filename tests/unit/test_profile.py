@@ -97,30 +97,21 @@ def test_a_list_of_assignments_is_a_mapping_too() -> None:
     assert found.plan == {"nodes": 2}
 
 
+PROFILE = """
+cores: 2
+default-resources: {slurm_partition: cpu, slurm_account: lab, runtime: 5, interface: eth0}
+set-threads: {train: 2}
+set-resources:
+  plan: {nproc_per_node: 2, device: a100}
+  train:
+    {launcher: slurm, nodes: "'1-2'", nproc_per_node: 2, slurm_partition: gpu-a100, gpus_per_node: "a100:2", runtime: 2h,
+    mem: 3 GB, cpus_per_task: threads * 2, modules: cuda/12.4 nccl, sbatch_options: exclude=node7 exclusive, poll_s: 2}
+"""
+
+
 def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     """With the real Snakefile: defaults of the profile, then the rule's own, then set-resources."""
-    profile = {
-        "cores": 2,
-        "default-resources": {"slurm_partition": "cpu", "slurm_account": "lab", "runtime": 5, "interface": "eth0"},
-        "set-threads": {"train": 2},
-        "set-resources": {
-            "plan": {"nproc_per_node": 2, "device": "a100"},
-            "train": {
-                "launcher": "slurm",
-                "nodes": "'1-2'",
-                "nproc_per_node": 2,
-                "slurm_partition": "gpu-a100",
-                "gpus_per_node": "a100:2",
-                "runtime": "2h",
-                "mem": "3 GB",
-                "cpus_per_task": "threads * 2",
-                "modules": "cuda/12.4 nccl",
-                "sbatch_options": "exclude=node7 exclusive",
-                "poll_s": 2,
-            },
-        },
-    }
-    write(yaml.safe_dump(profile))
+    write(PROFILE)
     (alone / "config").mkdir()
     for name in ("config.yaml", "datasets.tsv"):
         (alone / "config" / name).write_text((REPOSITORY / "config" / name).read_text())

@@ -23,14 +23,8 @@ CONFIG: dict[str, Any] = {
     "stream": {"lanes": 4, "block_cells": 8, "window_blocks": 4},
     "model": {"family": "toy", "hidden": 16, "layers": 1, "heads": 2},
     "objective": {"name": "toy_next_gene", "skip": 1},
-    "train": {
-        "steps": 6,
-        "global_batch": 16,
-        "token_budget": 2048,
-        "warmup_steps": 2,
-        "log_every_steps": 2,
-        "val_every_steps": 3,
-    },
+    "train": {"steps": 6, "global_batch": 16, "token_budget": 2048, "warmup_steps": 2}
+    | {"log_every_steps": 2, "val_every_steps": 3},
     "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}, "observers": {"toy_steps": {"path": "observed.txt"}}},
     "evaluate": {
         "folds": 3,

@@ -1,10 +1,4 @@
-"""Commands on data: other tools' files, archives of shards, and the cost of a corpus.
-
-convert       cells in other tools' formats become .h5ad, for the table of datasets and `embed`
-archive       shards of a corpus in a fraction of their size
-unarchive     the same shards again, byte for byte
-plan_corpus   jobs, hours, memory, files and bytes of a corpus, before any of it is made
-"""
+"""Commands on data: cells of other tools as .h5ad, archives of shards, and the cost of a corpus before it is made."""
 
 from pathlib import Path
 

@@ -1,10 +1,4 @@
-"""Models to and from other places. Modules that need an extra are imported when they are called.
-
-import                       published single-cell models become model folders, which embed, evaluate and start runs
-export --format onnx         the embedder of a model, for runtimes without torch
-export --format transformers a trained model of family hf, for AutoModel.from_pretrained
-push                         a model folder to the Hugging Face hub, with a card of its data, results and options
-"""
+"""Models to and from other places. Modules that need an extra are imported when they are called."""
 
 import importlib
 import re

@@ -1,8 +1,9 @@
-"""Commands on profiles and their machines: profiles install links them, profiles new writes one, preflight tries one.
+"""Commands on profiles: install links them, new writes one, preflight checks that its machine can run what is configured.
 
-preflight first makes the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then
-those that only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a
-doubt. `profiles new` submits nothing. Imports no torch.
+First come the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then those
+that only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a
+doubt.
+Imports no torch.
 """
 
 import os

@@ -1,11 +1,6 @@
-"""Commands on one run, wherever it trains.
+"""Commands on one run, wherever it trains: its log, its end, and sending it to a tracker.
 
-attach   prints the log of the run's job until it ends, beside a launcher that may follow it too; takes no lock and
-         changes no file, and Ctrl-C ends attach alone, never the job
-logs     prints the output of the run's latest training
-cancel   ends the run, and waits until its state is saved
-follow   sends the run to a tracker, during training or later, from a machine that has a network: what the tracker
-         does not have yet, under the same run id, and files written since, such as the report
+attach takes no lock and changes no file, beside a launcher that may follow the job too; Ctrl-C ends attach alone.
 """
 
 import os

@@ -1,9 +1,5 @@
 """Commands that show runs: status once, watch live. Both need neither SLURM nor torch, and change no file.
 
-    status   the state of each run in one table, the stages that wait in the queue, and how far the others are by their
-             logs; reads small files, and asks squeue once for runs and once for stages
-    watch    one run from its files: loss, effective rank, throughput, waiting for data, time left
-
 A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed. On a terminal `watch`
 redraws a block of lines; into a pipe or file it prints a line per update that brings something new. It waits for a run
 that has not begun, and shows one that has ended once.
