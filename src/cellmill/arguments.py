@@ -67,14 +67,12 @@ def _add_corpus(stages: Any) -> None:
     part = _stage(stages, "shard_part", "write a part of the shards", "corpus")
     part.add_argument("--part", required=True, help="which of how many, such as 3-of-8")
     shard = _stage(stages, "shard", "write train, val and test shards", "corpus")
-    for stage, out in (
-        (vocabulary, "vocabulary.tsv"),
-        (divide, "plan.json, in a folder beside the manifest"),
-        (part, "file that tells that the part is done, in the folder of the plan"),
-        (shard, "manifest.json; shards go beside it"),
-    ):
+    for stage in (vocabulary, divide, part, shard):
         stage.add_argument("--cells", type=Path, nargs="+", required=True, help="preprocessed .h5ad files")
-        _files(stage, **({} if stage is vocabulary else {"vocabulary": _VOCABULARY}), out=out)
+    _files(vocabulary, out="vocabulary.tsv")
+    _files(divide, vocabulary=_VOCABULARY, out="plan.json, in a folder beside the manifest")
+    _files(part, vocabulary=_VOCABULARY, out="file that says that the part is done, in the folder of the plan")
+    _files(shard, vocabulary=_VOCABULARY, out="manifest.json; shards go beside it")
 
 
 def _add_training(stages: Any) -> None:

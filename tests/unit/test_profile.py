@@ -38,10 +38,6 @@ def write(text: str, place: str = "profiles/one/config.yaml") -> Path:
     return path
 
 
-def write_train(**train: Any) -> Path:
-    return write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
-
-
 def as_snakemake(path: Path) -> dict[str, Any]:
     """Resources of train that Snakemake computes from a profile, for a rule with one thread."""
     with open(path, encoding="utf-8") as file:
@@ -57,24 +53,11 @@ def as_snakemake(path: Path) -> dict[str, Any]:
         {"nodes": 2, "nproc_per_node": 8, "slurm_partition": "gpu-a100", "gpus_per_node": "a100:4"},
         {"nodes": "2", "nproc_per_node": "4", "qos": "12", "slurm_account": "'7'", "mem_mb": 0},
         {"nodes": "'1-2'", "slurm_partition": "gpu-a,gpu-b", "constraint": "a100&ib", "interface": "ib0"},
-        {"runtime": "2h"},
-        {"runtime": "1.5 hours"},
-        {"runtime": "90"},
-        {"runtime": "90 min"},
-        {"runtime": "2d"},
-        {"runtime": 1.5},
-        {"runtime": "'3h'"},
-        {"runtime": "30 * 4"},
-        {"runtime": "30 * attempt"},
-        {"mem": "8G"},
-        {"mem": "1.5 TB"},
-        {"mem": "16 GiB"},
-        {"mem": 4000},
-        {"mem_mib": 4096},
-        {"mem_mb": "threads * 2000"},
-        {"mem_mb": "attempt * 4000 // 3"},
-        {"poll_s": 2.5},
-        {"modules": "cuda/12.4 nccl", "sbatch_options": "exclude=node7 exclusive"},
+        *({"runtime": time} for time in ("2h", "1.5 hours", "90", "90 min", "2d", 1.5, "'3h'")),
+        *({"runtime": time} for time in ("30 * 4", "30 * attempt")),
+        *({"mem": size} for size in ("8G", "1.5 TB", "16 GiB", 4000)),
+        *({"mem_mb": size} for size in ("threads * 2000", "attempt * 4000 // 3")),
+        {"mem_mib": 4096, "poll_s": 2.5, "modules": "cuda/12.4 nccl", "sbatch_options": "exclude=node7 exclusive"},
         {"modules": "cuda/12.4", "container": "/images/x.sif", "gres": "gpu:h100:4"},
         {"slurm_partition": "a100-2g.10gb", "constraint": "[a|b]", "qos": "long", "slurm_account": "p1.sub"},
         {"slurm_account": "$CELLMILL_TEST_ACCOUNT", "container": "~/x.sif"},
@@ -86,7 +69,7 @@ def test_values_equal_those_that_snakemake_gives_the_rule(
     train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CELLMILL_TEST_ACCOUNT", "lab")
-    path = write_train(**train)
+    path = write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
     assert read_profile("one").train == as_snakemake(path)
 
 
@@ -104,8 +87,9 @@ set-threads: {train: 2}
 set-resources:
   plan: {nproc_per_node: 2, device: a100}
   train:
-    {launcher: slurm, nodes: "'1-2'", nproc_per_node: 2, slurm_partition: gpu-a100, gpus_per_node: "a100:2", runtime: 2h,
-    mem: 3 GB, cpus_per_task: threads * 2, modules: cuda/12.4 nccl, sbatch_options: exclude=node7 exclusive, poll_s: 2}
+    {launcher: slurm, nodes: "'1-2'", nproc_per_node: 2, slurm_partition: gpu-a100, gpus_per_node: "a100:2",
+    runtime: 2h, mem: 3 GB, cpus_per_task: threads * 2, modules: cuda/12.4 nccl, poll_s: 2,
+    sbatch_options: exclude=node7 exclusive}
 """
 
 
@@ -156,7 +140,7 @@ def test_default_resources_do_not_reach_a_training() -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
-    write_train(**train)
+    write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()
     assert str(error.value) == f"profiles/one/config.yaml: set-resources: train: {message}"

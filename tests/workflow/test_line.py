@@ -352,14 +352,6 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
     assert "cellmill: runs.tiny.evaluate.external.pca.files: embed it.py: no such file" in refused
 
 
-@pytest.mark.full
-def test_a_requested_file_runs_only_the_stages_it_needs(project: Project) -> None:
-    project.ran("results/corpora/sim/vocabulary.tsv")
-    results = [path for path in (project.folder / "results").rglob("*") if path.is_file()]
-    names = {path.name for path in results if not {"benchmarks", "options"} & {*path.parts}}
-    assert names == {"sim.h5ad", "sim.json", "vocabulary.tsv"}
-
-
 def refusal(project: Project, *words: str, profile: str | None = "profiles/local") -> str:
     """What cellmill says, without lines of Snakemake, where a command is refused."""
     refused = project.snakemake(*words, profile=profile)
@@ -451,20 +443,24 @@ def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Pro
 
 
 def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:
-    table = project.folder / "config" / "datasets.tsv"
-    header = "dataset\tpath\tlabel\tfilter\tdonor\tperturbation\tcontrol\tmin_genes\tround_counts\n"
-    row = "sim\tdata/sim.h5ad\tcell_type|batch\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t\t\t{}\tyes\n"
+    table, names = project.folder / "config" / "datasets.tsv", project.folder / "names.tsv"
+    header = "dataset\tpath\tlabel\tlabel_map\tfilter\tdonor\tmin_genes\tround_counts\n"
+    row = "sim\tdata/sim.h5ad\tcell_type|batch\tnames.tsv\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t{}\tyes\n"
     kind = ad.read_h5ad(project.folder / "data" / "sim.h5ad", backed="r").obs["cell_type"].iloc[0]
+    names.write_text(f"from\tto\n{kind}\tof this type\n")
     table.write_text(header + row.format(kind, 7))
     project.ran(CELLS)
     obs = ad.read_h5ad(project.folder / CELLS).obs
-    assert set(obs["cell_type"]) == {kind}
+    assert set(obs["cell_type"]) == {"of this type"}
     assert (obs["donor"] == obs["batch"]).all()
     report = json.loads((project.folder / CELLS).with_suffix(".json").read_text())
     assert (report["options"]["min_genes"], report["source"]["round_counts"]) == (7, True)
     assert report["source"]["columns"]["filter"] == f"batch != \"it's\" and cell_type in ['{kind}']"
     assert project.jobs(CELLS) == {}
     table.write_text(header + row.format(kind, 8))
+    assert project.jobs(CELLS) == {"preprocess": 1}
+    table.write_text(header + row.format(kind, 7))
+    names.write_text(f"from\tto\n{kind}\tof another type\n")
     assert project.jobs(CELLS) == {"preprocess": 1}
     table.write_text(header + row.replace("batch !=", "bach !=").format(kind, 7))
     assert refusal(project, "--dry-run") == (

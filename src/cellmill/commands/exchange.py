@@ -82,9 +82,7 @@ def _data(corpus: ReportedCorpus) -> list[str]:
         if trained is None or dataset["dataset"] in trained:
             source = dataset["source"]
             texts = (dataset["dataset"], source["source"] or "not said", source["licence"] or "not said")
-            lines.append(
-                f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |"
-            )
+            lines.append(f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |")
     return [*lines, "", f"Fingerprint of the shards: `{manifest.get('fingerprint', 'unknown')}`."]
 
 

@@ -1,4 +1,4 @@
-"""Commands on profiles: install links them, new writes one, preflight checks that its machine can run what is configured.
+"""Commands on profiles: install links them, new writes one, preflight tries its machine with the configuration.
 
 First come the checks that need no job: the profile, SLURM, the configuration, the genes of its datasets. Then those
 that only the nodes can answer, by one short job of the profile's launcher. Each check is a line: ok, no, or ? for a
