@@ -38,7 +38,8 @@ def plan(
     genes: int = 20_000,
 ) -> None:
     """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells. Raises ConfigError."""
-    device, fingerprint = device.lower(), None
+    device = device.lower()
+    fingerprint: str | None = None
     if manifest is None:
         # as with the defaults of val_frac and test_frac
         longest, val = min(options.tokens.max_tokens, genes), cells // 8
