@@ -270,13 +270,13 @@ def profiles_new(
         # Snakemake reads what was meant; profiles/default may override it
         assert written.over or (written.machine(), written.device()) == (site.machine, site.device), written
     machine, why = site.machine, site.why
-    gpus = machine.gpus_per_node or machine.gres
+    shown_gpus = f"GPUs {named}, " if (named := machine.gpus_per_node or machine.gres) else ""
     processes = f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"
     memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
     print(f"wrote {file}")
     print(f"  train     partition {machine.slurm_partition}: {why['partition']}")
     print(
-        f"            nodes {machine.nodes}, on each {f'GPUs {gpus}, ' if gpus else ''}{processes}, "
+        f"            nodes {machine.nodes}, on each {shown_gpus}{processes}, "
         f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
     )
     print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")

@@ -158,8 +158,11 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("R² of log depth from the embedding, last validation", None, last.get("depth_r2")),
         ("share of the embedding explained by the batch, last validation", None, last.get("batch_r2")),
     ]
-    shown = [(what, *(float(f"{v:.2g}") if isinstance(v, float) else v for v in values)) for what, *values in rows]
-    return [(what, plan, seen) for what, plan, seen in shown if plan is not None or seen is not None]
+
+    def rounded(value: Any) -> Any:
+        return float(f"{value:.2g}") if isinstance(value, float) else value
+
+    return [(what, rounded(one), rounded(other)) for what, one, other in rows if one is not None or other is not None]
 
 
 def _energy_kwh(run: ReportedRun) -> float | None:
