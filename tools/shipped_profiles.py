@@ -31,7 +31,9 @@ def site(name: str, described: str, gpu: str, machine: dict[str, Any], stages: s
         vectors=Place(stages and on_a_gpu),
         gpu={"slurm_partition": on_a_gpu, "gpu": 1} | model | {"tasks_per_gpu": 0},
         status_command="squeue",
-        why=WHY | {"gpus": f"or gres: gpu:{machine['gpus_per_node']}, for sites that support only --gres"} | why,
+        why=WHY
+        | {"gpus_per_node": f"or gres: gpu:{machine['gpus_per_node']}, for sites that support only --gres"}
+        | why,
     )
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from cellmill.cli import main
 from cellmill.config.options import TrainOptions
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import read_lines
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

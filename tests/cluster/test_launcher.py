@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import read_lines
 from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
 from tests.distributed.command import pids_with, wait_for, words

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import read_lines
 
 WITHIN_S = 580  # of a machine that is busy
 ALONE = {"nodes": 1, "nproc_per_node": 1, "max_restarts": 0}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.runs.folder import TrainFolder
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import TrainFolder, read_lines
 from tests.distributed.conftest import options
 
 BRANCH = 5

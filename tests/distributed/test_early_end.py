@@ -9,8 +9,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.config.run import AUTO_MIN_STEPS
-from cellmill.runs.folder import TrainFolder
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import TrainFolder, read_lines
 from tests.distributed import cases
 from tests.distributed.command import Run
 from tests.distributed.conftest import options

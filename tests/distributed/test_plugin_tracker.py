@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import read_lines
 from tests.distributed.command import Run
 from tests.distributed.conftest import options
 

@@ -95,7 +95,7 @@ def test_the_layer_imports_no_torch(layer: str) -> None:
     assert "torch" not in loaded_by(*(name for name in in_layers(layer) if not name.startswith(extras)))
 
 
-@pytest.mark.parametrize("module", ["stages.data", "stages.report"])
+@pytest.mark.parametrize("module", ["stages.data", "stages.report", "commands.preflight"])
 def test_the_module_imports_no_torch(module: str) -> None:
     assert "torch" not in loaded_by(f"cellmill.{module}")
 

@@ -15,8 +15,8 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
 from cellmill.files import span
 from cellmill.runs.cost import cost, local_start, sentence, visible_gpus, write_cost
+from cellmill.runs.folder import training_seconds
 from cellmill.runs.jobs import JobRecord
-from cellmill.runs.progress import training_seconds
 from cellmill.stages import report
 from tests.unit.test_status import command
 from tests.unit.test_status import job as job_of

@@ -7,14 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cellmill.config.machine import Machine
 from cellmill.launch.job import Job, agent_environment, wait_for
-from cellmill.launch.node import NodeTask, StepNode, lacking_interface
+from cellmill.launch.node import NodeTask, lacking_interface, write_task
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 from cellmill.launch.signals import requests
@@ -66,7 +65,7 @@ def test_lost_processes_are_restarted_if_that_can_help(
     count, state = tmp_path / "starts", tmp_path / "state.json"
     error = str(tmp_path / "error.txt") if says_why else ""
     arguments = [str(count), str(state), "10" if saves else "0", error]
-    NodeTask.of(Job("dies", arguments, 1, 1, restarts, state_file=str(state)), Machine(), tmp_path).write()
+    write_task(Job("dies", arguments, 1, 1, restarts, state_file=str(state)), Machine(), tmp_path)
     task = start(tmp_path, node=0, nodes=1)
     printed_all, _ = task.communicate(timeout=500)
     assert len(count.read_text()) == starts, printed_all
@@ -81,22 +80,20 @@ def test_lost_processes_are_restarted_if_that_can_help(
 
 
 def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> None:
-    task = NodeTask.of(Job("waits", [str(tmp_path)], 2, 1, join_s=1.0), Machine(), tmp_path)
-    task.write()
+    write_task(Job("waits", [str(tmp_path)], 2, 1, join_s=1.0), Machine(), tmp_path)
     printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
     assert first.returncode == 1, printed
-    assert task.error.read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
+    assert (tmp_path / "error.txt").read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
     assert "Traceback" not in printed
 
 
 def test_a_node_without_the_interface_says_which_it_has_and_starts_nothing(tmp_path: Path) -> None:
-    task = NodeTask.of(Job("waits", [str(tmp_path)], 1, 1), Machine(interface="ib9"), tmp_path)
-    task.write()
+    write_task(Job("waits", [str(tmp_path)], 1, 1), Machine(interface="ib9"), tmp_path)
     printed, _ = (node := start(tmp_path, 0, nodes=1)).communicate(timeout=500)
     assert node.returncode == 1, printed
     here = ", ".join(name for _, name in socket.if_nameindex())
     line = f"{socket.gethostname()} has no ib9: it has {here}; change interface in the profile"
-    assert (task.error.read_text(), printed) == (line, f"{line}\n")
+    assert ((tmp_path / "error.txt").read_text(), printed) == (line, f"{line}\n")
 
 
 @pytest.mark.parametrize("wanted", ["", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"])
@@ -106,7 +103,7 @@ def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion(wanted: str) -> Non
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    NodeTask.of(Job("waits", [str(tmp_path)], 2, 1, join_s=0.0), Machine(), tmp_path).write()
+    write_task(Job("waits", [str(tmp_path)], 2, 1, join_s=0.0), Machine(), tmp_path)
     tasks = [start(tmp_path, node, nodes=2) for node in range(2)]
     printed = [task.communicate(timeout=500)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1], printed
@@ -132,38 +129,37 @@ def test_a_node_list_is_expanded_in_its_order(nodelist: str, hosts: list[str]) -
 NODES, GPUS = 64, 8
 
 
-def rendezvous(monkeypatch: pytest.MonkeyPatch, task: NodeTask, restart: int = 0) -> list[Rendezvous]:
-    """What the agent of each of 64 nodes knows, by the variables that SLURM gives its task."""
-    found = []
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
-    for node in range(NODES):
-        monkeypatch.setenv("SLURM_NODEID", str(node))
-        environment = task.environment(StepNode.of_this_process(), restart)
-        assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == task.interface == "ib0"
-        monkeypatch.setenv(VARIABLE, environment[VARIABLE])
-        found.append(Rendezvous.from_environment())
-    return found
-
-
 def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8", interface="ib0")
-    task = replace(NodeTask.of(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path), secret="of the job")
-    found = rendezvous(monkeypatch, task)
+    path = write_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": "of the job"}))
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
+
+    def place(node: int, restart: int = 0) -> Rendezvous:
+        """What the agent of a node knows, by the variables that SLURM gives its task."""
+        monkeypatch.setenv("SLURM_NODEID", str(node))
+        environment = NodeTask(path).environment(restart)
+        assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "ib0"
+        monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+        return Rendezvous.from_environment()
+
+    found = [place(node) for node in range(NODES)]
     assert [place.node for place in found] == list(range(NODES))
     assert {(place.host, place.nodes) for place in found} == {("gpu-001", NODES)}
     (secret,) = {place.secret for place in found}
     ports = found[0].ports
     assert all(20_000 <= port < 32_000 for port in ports), "outside the ports Linux gives to outgoing connections"
     assert {(len(place.hosts), place.hosts[-1], place.join_s) for place in found} == {(NODES, "gpu-132", 600.0)}
-    again = rendezvous(monkeypatch, task, restart=1)[0]
+    again = place(0, restart=1)
     assert again.join_s == 0, "SLURM ends a job that has lost a node, and starts it again"
-    assert again.secret != secret
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert len({secret, again.secret, place(0).secret, "of the job"}) == 4
     assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
-    command = task.job_on(StepNode.of_this_process()).command()
+    command = NodeTask(path).job.command()
     assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
-    assert not any(task.secret in word or secret in word or str(port) in word for word in command for port in ports)
+    assert not any(text in word for word in command for text in ("of the job", secret, *map(str, ports)))
 
 
 def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from cellmill.config.load import check_config
 from cellmill.errors import ConfigError
-from cellmill.runs.branch import check_branches
+from cellmill.runs.identity import check_branches
 
 BASE: dict[str, Any] = {
     "corpora": {"demo": {"table": "config/datasets.tsv"}},

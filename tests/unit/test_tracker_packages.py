@@ -4,7 +4,7 @@ import gzip
 import json
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cellmill.config.parts.trackers import Track
-from cellmill.runs.progress import cut_back
+from cellmill.runs.folder import cut_back
 from cellmill.track.follow import Follower
 from tests.unit.tracked import tracked_run
 
@@ -22,6 +22,13 @@ pytestmark = pytest.mark.full
 EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "tracking-mlflow.yaml"
 SCORES = "/api/public/scores"
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.125)]
+CURVES = {"loss": LOSSES, "val_loss": [(4, 0.75)]}
+
+
+def curves(rows: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of the losses in rows of scalars with their step."""
+    rows = list(rows)
+    return {name: [(row["step"], row[name]) for row in rows if name in row] for name in CURVES}
 
 
 def package(name: str, extra: str) -> Any:
@@ -51,8 +58,7 @@ def test_tensorboard_has_what_was_written(tmp_path: Path) -> None:
 
     train = send(tmp_path, "tensorboard")
     read = EventAccumulator(str(train / "track" / "tensorboard"), {"tensors": 0}).Reload()
-    assert [(event.step, event.value) for event in read.Scalars("loss")] == LOSSES
-    assert [(event.step, event.value) for event in read.Scalars("val_loss")] == [(4, 0.75)]
+    assert {name: [(event.step, event.value) for event in read.Scalars(name)] for name in CURVES} == CURVES
     assert {event.value for event in read.Scalars("resident_gb")} == {4.0}
     texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
     assert json.loads(texts["config"].strip("`json\n"))["fingerprint"] == "f" * 64
@@ -70,8 +76,8 @@ def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     uri = f"sqlite:///{tmp_path}/results/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("pbmc").experiment_id])
-    assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
-    assert [(line.step, line.value) for line in client.get_metric_history(run.info.run_id, "val_loss")] == [(4, 0.75)]
+    read = {name: client.get_metric_history(run.info.run_id, name) for name in CURVES}
+    assert {name: [(line.step, line.value) for line in lines] for name, lines in read.items()} == CURVES
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert {"train.lr": "0.001", "steps": "20"}.items() <= run.data.params.items()
     assert {"fingerprint": "f" * 64, "mlflow.source.git.commit": "c" * 40}.items() <= run.data.tags.items()
@@ -92,9 +98,7 @@ def test_wandb_has_what_was_written(tmp_path: Path) -> None:
     runs = [record.run for record in records if record.HasField("run")]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {(file_id(train), "one", "cellmill")}
     rows = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records]
-    logged = [{key: json.loads(value) for key, value in row.items()} for row in rows if row]
-    assert [(row["step"], row["loss"]) for row in logged if "loss" in row] == LOSSES
-    assert [(row["step"], row["val_loss"]) for row in logged if "val_loss" in row] == [(4, 0.75)]
+    assert curves({key: json.loads(value) for key, value in row.items()} for row in rows) == CURVES
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert (config["commit"], config["options"]["train"]["lr"]) == ("c" * 40, 1e-3)
     kept = [record.artifact for record in records if record.HasField("artifact")]
@@ -135,15 +139,9 @@ def test_comet_has_what_was_written(tmp_path: Path) -> None:
         json.loads(line)["payload"] for archive in archives for line in archive.read("messages.json").splitlines()
     ]
     metrics = [message["metric"] for message in messages if "metric" in message]
-    values = {
-        name: [(m["step"], m["metricValue"]) for m in metrics if m["metricName"] == name]
-        for name in ("loss", "val_loss")
-    }
-    assert values == {"loss": LOSSES, "val_loss": [(4, 0.75)]}
-    parameters = {
-        message["param"]["paramName"]: message["param"]["paramValue"] for message in messages if "param" in message
-    }
-    assert parameters["train.lr"] == 1e-3
+    assert curves({"step": m["step"], m["metricName"]: m["metricValue"]} for m in metrics) == CURVES
+    parameters = [message["param"] for message in messages if "param" in message]
+    assert {"train.lr": 1e-3} in [{each["paramName"]: each["paramValue"]} for each in parameters]
     others = [message for message in messages if message.get("key") == "commit"]
     assert [message["value"] for message in others] == ["c" * 40] * 2
     names = [message.get("additional_params", {}).get("fileName") for message in messages]
@@ -189,8 +187,7 @@ def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
         for name, values in told
         if name in ("step", "validation")
     ]
-    assert sorted((step, line["loss"]) for step, line in lines if "loss" in line) == LOSSES
-    assert [(step, line["val_loss"]) for step, line in lines if "val_loss" in line] == [(4, 0.75)]
+    assert curves(sorted(({"step": step} | line for step, line in lines), key=lambda row: row["step"])) == CURVES
     runs = [values for name, values in told if name == "one"]
     assert [json.loads(run["langfuse.observation.output"])["status"] for run in runs] == ["stopped", "done"]
     assert json.loads(runs[0]["langfuse.observation.input"])["options"]["train"]["lr"] == 1e-3
@@ -209,8 +206,7 @@ def test_trackio_has_what_was_written(tmp_path: Path, monkeypatch: pytest.Monkey
     train = send(tmp_path, "trackio", project="cells")
     [run] = trackio.Api().runs("cells")
     rows = trackio.SQLiteStorage.get_logs("cells", run.name)
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == LOSSES
-    assert [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row] == [(4, 0.75)]
+    assert curves(rows) == CURVES
     assert run.name == f"one-{file_id(train)[:8]}"
     assert run.config["options"]["train"]["lr"] == 1e-3
     assert run.config["fingerprint"] == "f" * 64

@@ -16,10 +16,9 @@ import pytest
 from cellmill.config.load import stored_options
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
-from cellmill.runs.folder import TrainFolder
+from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.runs.lock import locked
-from cellmill.runs.progress import cut_back, read_lines
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD

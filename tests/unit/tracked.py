@@ -109,10 +109,6 @@ def tracked_run(folder: Path) -> Path:
     return train
 
 
-def lines(path: Path) -> list[Any]:
-    """JSON values, one a line; none if there is no file."""
+def calls(path: Path) -> list[Any]:
+    """What a toy was called with: JSON values, one a line; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-calls = lines
-"""What a toy was called with."""

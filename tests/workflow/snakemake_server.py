@@ -18,7 +18,7 @@ import snakemake.workflow
 import cellmill.config.checks
 import cellmill.launch.queue
 import cellmill.preflight.profile
-import cellmill.runs.branch  # noqa: F401
+import cellmill.runs.identity  # noqa: F401
 
 
 def run(folder: str, words: list[str], out: str) -> None:

@@ -14,7 +14,7 @@ from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.queue import StageWatch, reasons_of_failed
 from cellmill.preflight.profile import check_python, plan_arguments, plan_resources, train_arguments, train_resources
-from cellmill.runs.branch import check_branches
+from cellmill.runs.identity import check_branches
 
 # runs that begin afresh although they hold a training of other options: --config restart=RUN, or restart=[RUN,RUN]
 restarted = config.pop("restart", [])

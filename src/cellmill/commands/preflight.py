@@ -45,7 +45,7 @@ from cellmill.preflight.checks import (
     ok,
 )
 from cellmill.preflight.new_profile import Request, choose_values, render
-from cellmill.preflight.nodes import NodeCheck
+from cellmill.preflight.nodes import check_job
 from cellmill.preflight.profile import Profile, check_python, of_machine, read_profile, snakemake_finds
 from cellmill.preflight.site import ask_slurm
 
@@ -74,7 +74,7 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     except ConfigError as error:
         pipeline, runs = no("configuration", str(error)), {}
     facts: dict[str, dict[str, Any]] = {}
-    jobs: dict[str, NodeCheck | Check] = {}
+    jobs: dict[str, Iterable[Check]] = {}
     for name in sorted({run.machine or "" for run in runs.values()} or {""}):  # "" for runs that name none
         try:
             machine = parsed.machine(name)
@@ -91,11 +91,12 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             on_it = (run for run, options in runs.items() if (options.machine or "") == name)
             show((_check_run(machine, pipeline, run) for run in on_it), name)
         if no_job:
-            jobs[name] = doubt("job", "not tried (--no-job): the nodes were not checked")
+            jobs[name] = [doubt("job", "not tried (--no-job): the nodes were not checked")]
         elif not can_queue:
-            jobs[name] = doubt("job", "not tried: the profile has to change first")
-        else:
-            jobs[name] = NodeCheck(machine, parsed.device(name), out / of_machine(parsed.name, name), 60 * wait_min)
+            jobs[name] = [doubt("job", "not tried: the profile has to change first")]
+        else:  # begins when its checks are shown
+            folder = out / of_machine(parsed.name, name)
+            jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
     if facts:
         if parsed.options.get("executor") == "slurm":
             sections = [run.evaluate for run in runs.values()]
@@ -113,8 +114,7 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
                 show([no("stages' Python", str(error))])
         show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
     for name, job in jobs.items():
-        show([job] if isinstance(job, Check) else job.run(), name)
-        facts[name] |= {} if isinstance(job, Check) else job.facts
+        show(job, name)
     reasons = sum(check.verdict == "no" for check in shown)
     answer = {"profile": parsed.name, "path": str(parsed.path), "checked_at": time.time(), "go": not reasons}
     answer |= {**facts.pop("", {"machine": None}), "machines": facts, "checks": [asdict(check) for check in shown]}
@@ -274,14 +274,14 @@ def profiles_new(
     processes = f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"
     memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
     print(f"wrote {file}")
-    print(f"  train     partition {machine.slurm_partition}: {why['partition']}")
+    print(f"  train     partition {machine.slurm_partition}: {why['slurm_partition']}")
     print(
         f"            nodes {machine.nodes}, on each {shown_gpus}{processes}, "
         f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
     )
     print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")
     print(f"  plan      device {site.device}{f': {reason}' if (reason := why['device']) else ''}")
-    print(f"  account   {machine.slurm_account or 'none'}: {why['account']}")
+    print(f"  account   {machine.slurm_account or 'none'}: {why['slurm_account']}")
     print(f"  status    {site.status_command}: {why['status_command']}")
     source, profile = ("", name) if into == Path("profiles") else (f" --from {shlex.quote(str(into))}", str(folder))
     print(f"next: cellmill profiles install{source}")

@@ -19,10 +19,9 @@ from cellmill.files import read_json
 from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to_end, lost_start, save_job, say, settle
 from cellmill.launch.queue import Queue
 from cellmill.runs.cost import read_local
-from cellmill.runs.folder import TrainFolder
+from cellmill.runs.folder import TAIL_BYTES, TrainFolder
 from cellmill.runs.jobs import CANCELLED, Jobs
 from cellmill.runs.lock import Holder, holder_of
-from cellmill.runs.progress import TAIL_BYTES
 from cellmill.track.follow import POLL_S, Follower, without_secrets
 
 SLOWEST_POLL_S = 10.0  # for a job that is followed for long, or sent to a tracker

@@ -22,10 +22,9 @@ from cellmill.files import PROGRESS, read_json, span
 from cellmill.launch.follow import how_to_end, lost_start
 from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, stage_lines
 from cellmill.runs.cost import read_local
-from cellmill.runs.folder import TrainFolder
+from cellmill.runs.folder import TAIL_BYTES, TrainFolder, progress_of, read_lines
 from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, CommandError, Jobs, JobState
 from cellmill.runs.lock import Holder, holder_of
-from cellmill.runs.progress import TAIL_BYTES, progress_of, read_lines
 from cellmill.track.follow import CurveTail, kind_of
 
 

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -29,12 +28,12 @@ try:
         from torch.distributed import PrefixStore, TCPStore
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import (
-            RendezvousHandler,
             RendezvousInfo,
             RendezvousParameters,
             RendezvousStoreInfo,
             rendezvous_handler_registry,
         )
+        from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
         from torch.distributed.run import main
 except Exception as error:  # a library that torch loads may be missing too
     line = (
@@ -49,49 +48,46 @@ except Exception as error:  # a library that torch loads may be missing too
 BACKEND = "cellmill"
 _STORES = 5  # tries to close a store before a stranger connects
 LATE_S = 10.0  # after which nodes that have not joined are named
-TIMEOUT = timedelta(minutes=10)  # until all agents have started, as torchrun's static rendezvous
+TIMEOUT_S = 600  # until all agents have started, as torchrun's static rendezvous
 
 
-class ClosedRendezvous(RendezvousHandler):
+class ClosedRendezvous(StaticTCPRendezvous):
     """A rendezvous of a fixed set of nodes at a store on the first one."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self.rendezvous, self._run_id = Rendezvous.from_environment(), parameters.run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        self.place = Rendezvous.from_environment()
+        super().__init__(LOOPBACK, 0, self.place.node, self.place.nodes, parameters.run_id, TIMEOUT_S)
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        node = self.rendezvous
+        place = self.place
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # each process of the job takes several descriptors on the first node; the usual soft limit is 1,024
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out of reach of others
-        if node.host != LOOPBACK and node.nodes > 1 and (interface := interface_between_nodes(node.host)):
+        if place.host != LOOPBACK and place.nodes > 1 and (interface := interface_between_nodes(place.host)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if node.node == 0:
+        if place.node == 0:
             store, gate = self._closed_store()
-            port = Relay(node, gate).start()
+            port = Relay(place, gate).start()
         else:
-            port = Relay(node, None).start()
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
-        store.set(f"{NODES}/{node.node}", node_name())
-        if node.node == 0 and node.join_s and os.environ[ERROR_FILE]:
-            wait_for_agents(node, store)
+            port = Relay(place, None).start()
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=self.timeout)
+        store.set(f"{NODES}/{place.node}", node_name())
+        if place.node == 0 and place.join_s and os.environ[ERROR_FILE]:
+            wait_for_agents(place, store)
         address = RendezvousStoreInfo(LOOPBACK, port)
-        return RendezvousInfo(PrefixStore(self._run_id, store), node.node, node.nodes, address)
+        return RendezvousInfo(PrefixStore(self.run_id, store), place.node, place.nodes, address)
 
     def _closed_store(self) -> tuple[TCPStore, Gate]:
         """A new store; another one if a stranger came in before it was closed."""
         for left in reversed(range(_STORES)):
             self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-            gate, listener = Gate(self._listener), os.dup(self._listener.fileno())
+            gate, fd = Gate(self._listener), os.dup(self._listener.fileno())
             store = TCPStore(
-                LOOPBACK, gate.port, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=listener
+                LOOPBACK, gate.port, is_master=True, timeout=self.timeout, wait_for_workers=False, master_listen_fd=fd
             )
             try:
                 gate.close()
@@ -100,21 +96,6 @@ class ClosedRendezvous(RendezvousHandler):
                 if not left:
                     raise
         return store, gate
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """The set of nodes is fixed."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,12 +53,10 @@ class Tail:
 
     def read(self) -> None:
         """Read new text. A file that does not exist yet has none."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.position)
-                new = file.read()
-        except OSError:  # not there yet, or briefly unreachable
-            return
+        new = b""
+        with suppress(OSError), open(self.path, "rb") as file:  # not there yet, or briefly unreachable
+            file.seek(self.position)
+            new = file.read()
         self.position += len(new)
         text = new.decode(errors="replace")
         if self.echo:
@@ -71,13 +70,11 @@ class Tail:
 
     def last(self, pattern: str) -> str:
         """The last match of the pattern's group in the last 64 KiB of the log's last start; empty without one."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-                end = file.read().decode(errors="replace").rsplit(BEGINS, 1)[-1]
-        except OSError:
-            return ""
-        return (re.findall(pattern, end, re.MULTILINE) or [""])[-1]
+        with suppress(OSError), open(self.path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            end = file.read().decode(errors="replace").rsplit(BEGINS, 1)[-1]
+            return (re.findall(pattern, end, re.MULTILINE) or [""])[-1]
+        return ""
 
 
 @dataclass
@@ -90,9 +87,7 @@ class JobFollower:
     tail: Tail
     record: JobRecord | None = None  # updated with every state; None to change no file
     patience_s: float = PATIENCE_S  # how long the queue may give no answer
-    slowest_poll_s: float = 0.0
-    """The longer the job is followed, the less often the queue is queried, down to once in this time. 0: at every call
-    of `alive`, as often as `queue` allows."""
+    slowest_poll_s: float = 0.0  # the longer it is followed, the less often the queue is queried, down to once in this
     state: JobState = field(default=JobState(""), init=False)  # the last state that SLURM reported
     nodes: str = field(default="", init=False)  # the last nodes it ran on, as SLURM writes them: node[1-2]
 
@@ -154,20 +149,25 @@ class JobFollower:
             self._silent_since = 0.0
         if state.name != NOT_LISTED and state.reason != UNLISTED:
             self._gone_since = 0.0
-        elif self._is_gone():
-            if state.reason == UNLISTED:
-                say(
-                    f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
-                    f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct sacct)"
-                )
-            state = JobState(NOT_LISTED)
-        elif state.name == NOT_LISTED:
-            return
+        else:  # it may live, as a controller in trouble answers with an empty list
+            self._gone_since = self._gone_since or time.monotonic()
+            # the time counts for a released claim too: a requeued job waits without one
+            alive = self.record is not None and claimant(self.record.path.parents[1]) == self.job_id
+            if not alive and time.monotonic() - self._gone_since >= GONE_S:
+                if state.reason == UNLISTED:
+                    say(
+                        f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
+                        f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct "
+                        "sacct)"
+                    )
+                state = JobState(NOT_LISTED)
+            elif state.name == NOT_LISTED:
+                return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
         text = state.name
         if state.nodes and state.name in ("RUNNING", "COMPLETING"):
-            text = f"{state.name} on {state.nodes}"
-        if state.name == "PENDING":
+            text += f" on {state.nodes}"
+        elif state.name == "PENDING":
             text = state.text if self.record is None else explained(state, **self.record.request)
         if text != self._printed:
             if self._ended:
@@ -175,13 +175,6 @@ class JobFollower:
             say(f"job {self.job_id}: {text}")
             self._printed = text
             self._note(state, self._ended)
-
-    def _is_gone(self) -> bool:
-        """False while a job that SLURM does not list may live, as a controller in trouble answers with an empty list;
-        starts the timer. It counts for a released claim too: a requeued job waits without one."""
-        self._gone_since = self._gone_since or time.monotonic()
-        alive = self.record is not None and claimant(self.record.path.parents[1]) == self.job_id
-        return not alive and time.monotonic() - self._gone_since >= GONE_S
 
 
 def lost_start(train: Path) -> str:
@@ -210,10 +203,10 @@ def save_job(
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Signal a running job to save and to end, and wait until it has, for at most `within_s` seconds.
+    """Signal a running job to save and to end, and wait until it has, until `impatient`, or for `within_s` seconds.
 
     Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL: it may be too short
-    for a checkpoint. `impatient` returns True to stop waiting.
+    for a checkpoint.
     """
     queue = Queue(TICK_S)
     if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(job_id, name, signal="USR2"):

@@ -2,8 +2,7 @@
 
 A job on this machine has one torchrun agent per node, so that a layout of several nodes can be tried on one machine.
 Agents run in a session of their own: Ctrl-C reaches only this process, which forwards signals to the *workers*. They
-save and exit, and the agents with them. When this process dies for any reason, the kernel ends the agents, and they end
-their workers, so that no training continues unseen.
+save and exit, and the agents with them. When this process dies, the kernel ends the agents, and they end their workers.
 """
 
 import os
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,8 @@ from cellmill.launch.signals import STOP_SIGNALS, Interrupted, children, die_wit
 
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
-ERROR_FILE = "CELLMILL_ERROR_FILE"
-"""Variable of the agent: the job's file for the line of a process that knows why it failed."""
-NODE_LOG = "CELLMILL_NODE_LOG"
-"""Variable of a cluster job's agent and workers: the node's file for tracebacks and messages of torchrun."""
+ERROR_FILE = "CELLMILL_ERROR_FILE"  # variable of the agent: file for the line of a process that knows why it failed
+NODE_LOG = "CELLMILL_NODE_LOG"  # of a cluster job's agent and workers: file for tracebacks and messages of torchrun
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Job:
     error_file: str = ""  # file for the line of a process that knows why it failed
     state_file: str = ""  # JSON file whose `step` is the step that the latest start resumed from
     join_s: float = 600.0  # how long the first node of a cluster job waits for the others, as torchrun
-    cores: int = 0
-    """CPU cores that the processes of a node share; 0 for all that this process may use."""
+    cores: int = 0  # CPU cores that the processes of a node share; 0 for all that this process may use
 
     def command(self, signals: str = AGENT_SIGNALS) -> list[str]:
         """The agent of a node, which reads its place from the environment (`rendezvous.Rendezvous`)."""
@@ -78,8 +75,7 @@ class Restarts:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.done = job, 0
-        self._from: int | None = None
+        self.job, self.done, self._from = job, 0, -1  # the step that the last start resumed from
 
     def again(self, code: int) -> bool:
         """True if the job is to be restarted after an agent ended with exit `code`; prints the decision.
@@ -90,11 +86,10 @@ class Restarts:
         job = self.job
         if self.done == job.max_restarts or Path(job.error_file).exists():
             return False
-        try:  # the step that the latest start resumed from, by its rank 0
+        before, step = self._from, 0
+        with suppress(DataError, KeyError, TypeError):  # before the first checkpoint there may be no file
             step = int(read_json(Path(job.state_file))["step"])
-        except (DataError, KeyError, TypeError):
-            step = 0
-        before, self._from = self._from, step
+        self._from = step
         if step == before:
             print(f"a process was lost again without a new checkpoint after step {step}: not started again", flush=True)
             return False
@@ -130,9 +125,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
     def each_second() -> None:
-        """Reach workers that had not started when the signal came."""
         check()
-        if signals == 1:
+        if signals == 1:  # workers that had not started when the signal came
             for agent in agents:
                 signal_all(children(agent.pid), signal.SIGTERM)
 
@@ -142,14 +136,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 agents.clear()
                 secret = secrets.token_hex(32)
                 for node in range(job.nodes):  # one by one: a signal reaches those that have been started
-                    agent = subprocess.Popen(
-                        job.command(),
-                        env=environment | Rendezvous(secret, node, job.nodes, LOOPBACK).environment(),
-                        pass_fds=(keep_open,),
-                        start_new_session=True,
-                        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-                    )
-                    agents.append(agent)
+                    place = Rendezvous(secret, node, job.nodes, LOOPBACK).environment()
+                    agents.append(started(job.command(), keep_open, environment | place))
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break
@@ -161,6 +149,17 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
     finally:
         for agent in agents:
             agent.kill()
+
+
+def started(command: list[str], keep_open: int, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A process that Ctrl-C does not reach, that ends with this one and inherits the descriptor `keep_open`."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        pass_fds=(keep_open,),
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:

@@ -9,8 +9,7 @@ everything it started.
 that allow no process on a login node: the whole workflow is then one batch job.
 """
 
-from __future__ import annotations
-
+import hmac
 import os
 import re
 import secrets
@@ -21,16 +20,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cellmill.config.machine import Machine
+from cellmill.config.machine import Machine, flags
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_local, wait_for
+from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_local, started, wait_for
 from cellmill.launch.queue import expand
-from cellmill.launch.rendezvous import Rendezvous, secret_of_start
+from cellmill.launch.rendezvous import Rendezvous
 from cellmill.launch.signals import STOP_SIGNALS, StopFlag, children, die_with_parent, handled_by, signal_all
 from cellmill.runs.jobs import CONNECTION, LATE, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
@@ -43,77 +42,61 @@ class NodeFailed(Exception):
     """The agent of this node failed; ends the SLURM task, and with it the job."""
 
 
-@dataclass(frozen=True)
-class StepNode:
-    """This node's place in the job step; a step may have fewer nodes than its job."""
-
-    rank: int
-    hosts: list[str]
-    job_id: str
-
-    @classmethod
-    def of_this_process(cls) -> StepNode:
-        slurm = os.environ
-        return cls(int(slurm["SLURM_NODEID"]), expand(slurm["SLURM_STEP_NODELIST"]), slurm.get("SLURM_JOB_ID", ""))
+def write_task(job: Job, machine: Machine, folder: Path) -> Path:
+    """Write the task of each node of `job` to the job's folder; return the file, for `run_task`."""
+    path = folder.resolve() / "task.json"
+    # the secret is known to the nodes of the job alone: nobody else can enter the folder
+    task = {"job": asdict(job), "gpus_per_node": machine.gpus, "interface": machine.interface}
+    write_json(path, task | {"secret": secrets.token_hex(32)})
+    return path
 
 
-@dataclass(frozen=True)
 class NodeTask:
-    """The task of each node of a job."""
+    """The task of this node of a job step; a step may have fewer nodes than its job. `path` is a task.json, in the
+    folder for attempt files and the error, which all nodes share."""
 
-    job: Job
-    gpus_per_node: int
-    secret: str
-    """Known to the nodes of the job alone; the file is in a folder that nobody else can read."""
-    interface: str
-    folder: str  # for attempt files and the error, shared by all nodes
+    def __init__(self, path: Path) -> None:
+        task, slurm = read_json(path), os.environ
+        self.rank, self.hosts = int(slurm["SLURM_NODEID"]), expand(slurm["SLURM_STEP_NODELIST"])
+        self.job_id, self.folder, self.error = slurm.get("SLURM_JOB_ID", ""), path.parent, path.with_name("error.txt")
+        self.secret, self.interface = task["secret"], task["interface"]
+        self.job = replace(Job(**task["job"]), nodes=len(self.hosts), error_file=str(self.error))
+        self.own: Claim | None = None  # of the first node
+        self.attempt: dict[str, Any] = {
+            "job_id": self.job_id,
+            "started_at": None,
+            "seen_at": None,
+            "ended_at": None,
+            "hosts": self.hosts,
+            "processes": self.job.nodes * self.job.nproc_per_node,
+            "gpus": self.job.nodes * task["gpus_per_node"],
+            "exit_code": None,
+        }
 
-    @classmethod
-    def of(cls, job: Job, machine: Machine, folder: Path) -> NodeTask:
-        """The task of `job`, with its files in `folder`."""
-        return cls(job, machine.gpus, secrets.token_hex(32), machine.interface, str(folder.resolve()))
-
-    @classmethod
-    def read(cls, path: Path) -> NodeTask:
-        """The task that `write` wrote."""
-        tree = read_json(path)
-        return cls(Job(**tree.pop("job")), **tree)
-
-    @property
-    def error(self) -> Path:
-        """File for the line of a process that knows why it failed."""
-        return Path(self.folder) / "error.txt"
-
-    def write(self) -> Path:
-        """Write the task as JSON; return the file for `run_task`."""
-        path = Path(self.folder) / "task.json"
-        write_json(path, asdict(self))
-        return path
-
-    def run(self, node: StepNode) -> None:
+    def run(self) -> None:
         """Run this node's agent, and restart it as allowed.
 
         The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
         process of another node could join, and NodeFailed if the agent failed or the node lacks the interface.
         """
-        stop, attempt = StopFlag("saving"), None
+        stop = StopFlag("saving")
         with ExitStack() as at_end:
-            if node.rank == 0:
-                own = claim(Path(self.folder).parents[1], node.job_id)
-                at_end.callback(own.release)
+            if self.rank == 0:
+                self.own = claim(self.folder.parents[1], self.job_id)
+                at_end.callback(self.own.release)
                 for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE))):  # of an earlier attempt
                     line.unlink(missing_ok=True)
-                attempt = Attempt(self, node, own)
+                self._note(started_at=time.time())
             if lacks := lacking_interface(self.interface, [name for _, name in socket.if_nameindex()]):
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
-            kills_before, restarts = oom_kills(), Restarts(self.job_on(node))
-            code = self.run_agent(node, 0, stop, attempt)
+            kills_before, restarts = oom_kills(), Restarts(self.job)
+            code = self.run_agent(0, stop)
             while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
-                code = self.run_agent(node, restarts.done, stop, attempt)
-            if attempt is not None:
-                attempt.note(ended_at=time.time(), exit_code=code)
+                code = self.run_agent(restarts.done, stop)
+            if self.own is not None:
+                self._note(ended_at=time.time(), exit_code=code)
             if code and oom_kills() > kills_before and not self.error.exists():  # which a process may have left
                 write_text(
                     self.error,
@@ -123,13 +106,13 @@ class NodeTask:
         if code:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
-    def run_agent(self, node: StepNode, restart: int, stop: StopFlag, attempt: Attempt | None) -> int:
+    def run_agent(self, restart: int, stop: StopFlag) -> int:
         """Run this node's agent, forwarding signals to its workers; return its exit code. An agent that fails on
         another node ends this one too."""
-        command = self.job_on(node).command(signals="SIGQUIT")
-        agent = subprocess.Popen(command, env=self.environment(node, restart), preexec_fn=_ignore_signals)
+        command = self.job.command(signals="SIGQUIT")
+        agent = subprocess.Popen(command, env=self.environment(restart), preexec_fn=_ignore_signals)
         worked = False
-        lost = Path(self.folder) / f"lost-{requeues()}-{restart}"
+        lost = self.folder / f"lost-{requeues()}-{restart}"
         while True:
             try:
                 code = agent.wait(timeout=1)
@@ -148,55 +131,29 @@ class NodeTask:
                     agent.kill()  # it waits for a node that will not come back, and has nothing to save
                 if stop.received:
                     signal_all(workers, signal.SIGTERM)  # each second: a worker that is still starting would miss it
-                try:
-                    if attempt is not None:
-                        attempt.seen()
-                except Claimed:
-                    signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
-                    raise
+                if self.own is not None:
+                    try:
+                        self.own.renew()
+                    except Claimed:
+                        signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
+                        raise
+                    if time.time() - self.attempt["seen_at"] > SEEN_EVERY_S:
+                        self._note()
 
-    def job_on(self, node: StepNode) -> Job:
-        """The job over the nodes of the step."""
-        return replace(self.job, nodes=len(node.hosts), error_file=str(self.error))
-
-    def environment(self, node: StepNode, restart: int) -> dict[str, str]:
+    def environment(self, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
-        start = secret_of_start(self.secret, f"{requeues()}-{restart}")
-        hosts, join_s = node.hosts, 0.0 if restart else self.job.join_s  # SLURM ends a job that has lost a node
-        place = Rendezvous(start, node.rank, len(hosts), hosts[0], tuple(hosts), join_s)
-        interface = {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        start = hmac.digest(self.secret.encode(), f"{requeues()}-{restart}".encode(), "sha256").hex()
+        join_s = 0.0 if restart else self.job.join_s  # SLURM ends a job that has lost a node
+        place = Rendezvous(start, self.rank, len(self.hosts), self.hosts[0], tuple(self.hosts), join_s)
+        interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
         variables = agent_environment(self.job.nproc_per_node, 0, str(self.error))
-        variables[NODE_LOG] = str(self.error.with_name(f"node-{node.rank}.log"))
+        variables[NODE_LOG] = str(self.error.with_name(f"node-{self.rank}.log"))
         return variables | place.environment() | (interface if self.interface else {})
 
-
-class Attempt:
-    """attempt-NNN.json: when and where the job ran, for its cost if there is no accounting; and its sign of life."""
-
-    def __init__(self, task: NodeTask, node: StepNode, own: Claim) -> None:
-        self.own, nodes = own, len(node.hosts)
-        self.path = Path(task.folder) / f"attempt-{requeues():03}.json"
-        self.value: dict[str, Any] = {
-            "job_id": node.job_id,
-            "started_at": time.time(),
-            "seen_at": None,
-            "ended_at": None,
-            "hosts": node.hosts,
-            "processes": nodes * task.job.nproc_per_node,
-            "gpus": nodes * task.gpus_per_node,
-            "exit_code": None,
-        }
-        self.note()
-
-    def seen(self) -> None:
-        """Say that the job lives. Raises Claimed if another job has taken the run over."""
-        self.own.renew()
-        if time.time() - self.value["seen_at"] > SEEN_EVERY_S:
-            self.note()
-
-    def note(self, **changes: float) -> None:
-        self.value |= {"seen_at": time.time()} | changes
-        write_if_room(self.path, self.value)
+    def _note(self, **changes: float) -> None:
+        """Write attempt-NNN.json: when and where the job ran, for its cost if there is no accounting."""
+        self.attempt |= {"seen_at": time.time()} | changes
+        write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
 
 
 def lacking_interface(wanted: str, here: Sequence[str]) -> str:
@@ -242,7 +199,7 @@ def run_here(
     """Run the job that `job` returns for a folder, in the allocation of this process or by `run_local`.
 
     Returns the exit code and the folder, which on this machine is `scratch` if given. Signals are forwarded to the
-    workers, who save; so is the end of this process, however it ends. `keep_open` and `check` are those of `run_local`.
+    workers, who save; so is the end of this process, however it ends. `keep_open` and `check` are as in `run_local`.
     Raises UserError outside an allocation.
     """
     if machine.launcher == "local":
@@ -252,28 +209,15 @@ def run_here(
     if job_id is None:
         raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")
     folder, name = Jobs(train).new()
-    task = NodeTask.of(job(folder), machine, folder).write()
+    task = write_task(job(folder), machine, folder)
     here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
     record = JobRecord.of(here, folder, job_id, name).write_state("RUNNING")
-    srun = [
-        "srun",
-        f"--nodes={machine.nodes}",
-        f"--ntasks={machine.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={machine.cpus}",
-        "--kill-on-bad-exit=1",
-        "--overlap",  # cellmill itself may run in a step that holds the nodes
-        "--unbuffered",
-        *([f"--gpus-per-node={machine.gpus_per_node}"] if machine.gpus_per_node else []),
-        *([f"--gres={machine.gres}"] if machine.gres else []),
-        *machine.srun_flags,
-    ]
-    step = subprocess.Popen(
-        [*srun, sys.executable, "-m", "cellmill.launch.node", str(task)],
-        start_new_session=True,  # Ctrl-C must reach this process alone
-        pass_fds=(keep_open,),
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-    )
+    srun = ["srun", f"--nodes={machine.nodes}", f"--ntasks={machine.nodes}", "--ntasks-per-node=1", "--unbuffered"]
+    # cellmill itself may run in a step that holds the nodes: overlap
+    srun += [f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1", "--overlap"]
+    gpus = {"gpus-per-node": machine.gpus_per_node, "gres": machine.gres}
+    srun += flags({name: value for name, value in gpus.items() if value}) + machine.srun_flags
+    step = started([*srun, sys.executable, "-m", "cellmill.launch.node", str(task)], keep_open)
     try:
         with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
             code = wait_for([step], check)
@@ -288,7 +232,7 @@ def run_task(path: str) -> None:
     """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
     and srun ends the job's others."""
     try:
-        NodeTask.read(Path(path)).run(StepNode.of_this_process())
+        NodeTask(Path(path)).run()
     except (Claimed, NodeFailed) as error:
         print(error, flush=True)
         os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -44,9 +45,7 @@ REMEDIES = {
 }
 """By SLURM's reason why a job is pending, a regular expression of which the first counts: what it waits for, or what to
 do."""
-
-QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
-"""sbatch's word for a quota of submitted jobs that is full."""
+QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")  # sbatch's word for a quota of submitted jobs that is full
 QUOTA_REMEDY = "run the same command again once others have ended, or with jobs in the profile below your quota"
 
 
@@ -57,8 +56,7 @@ class QueuedJob:
     job_id: str
     state: JobState
     name: str  # for the job of a stage, the stage
-    limit: str = ""
-    """Its time limit and number of nodes, as SLURM writes them; only for the job of a stage."""
+    limit: str = ""  # its time limit and number of nodes, as SLURM writes them; only for the job of a stage
     nodes: str = ""
 
 
@@ -91,16 +89,15 @@ class Queue:
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
         """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
         jobs = [job for job in self._listed(0) if ours(job.name)]
-        for job in jobs:
-            if job.state.name == UNKNOWN:
-                raise CommandError(job.state.reason)
+        if odd := next((job for job in jobs if job.state.name == UNKNOWN), None):
+            raise CommandError(odd.state.reason)
         return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str, name: str, signal: str = "") -> str:
         """Cancel the job of this id and name, or send its tasks a signal; return scancel's error message, if any.
         scancel leaves a job of another name alone."""
+        how = [f"--name={name}", *([f"--signal={signal}"] if signal else [])]
         try:
-            how = [f"--name={name}", *([f"--signal={signal}"] if signal else [])]
             return call(["scancel", *how, job_id]).stderr.strip()
         except CommandError as error:
             return str(error)
@@ -196,8 +193,8 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
     """
     reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
-        refusals = set[tuple[str, str]]()
         _, *errors = re.split(r"^Error in rule ", Path(log).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        refusals = set[tuple[str, str]]()
         for error in errors:
             stage, jobid = error.partition(":")[0], error.partition("jobid: ")[2].partition("\n")[0]
             if (stage, jobid) in refusals and "    message: None\n" in error:
@@ -230,23 +227,21 @@ class StageWatch:
 
     def start(self) -> None:
         """Begin to watch, if there is a SLURM."""
-        if shutil.which("squeue") is not None:
-            threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(WATCH_S)
-            try:
-                self.look(stage_jobs(self.folder))
-            except CommandError:  # the plugin reports it
-                continue
+        def watch() -> None:
+            while True:
+                time.sleep(WATCH_S)
+                with suppress(CommandError):  # the plugin reports it
+                    self.look(stage_jobs(self.folder))
+
+        if shutil.which("squeue") is not None:
+            threading.Thread(target=watch, daemon=True).start()
 
     def look(self, jobs: Sequence[QueuedJob]) -> None:
         """Report why jobs wait that were waiting at the last look too, once for each."""
         waiting = {job: (job.name, job.state.reason) for job in jobs if job.state.name == "PENDING"}
-        self._reported &= set(waiting.values())
         late = [job for job, why in waiting.items() if job.job_id in self._before and why not in self._reported]
         for line in stage_lines(late):
             self.tell(line)
-        self._reported |= {waiting[job] for job in late}
+        self._reported = (self._reported & set(waiting.values())) | {waiting[job] for job in late}
         self._before = {job.job_id for job in waiting}

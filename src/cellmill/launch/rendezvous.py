@@ -35,6 +35,7 @@ NODES = "nodes"  # prefix of the store's keys with the name of each node, by its
 HANDSHAKE_S = 10.0
 RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
 REACH_S = 60.0  # likewise a first node that cannot be reached: agents start in any order
+UNREACHED = "its task has not begun, or the network between the nodes does not let it through"
 _NONCE, _PROOF = 32, 32  # bytes
 _SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
@@ -82,11 +83,6 @@ class Rendezvous:
         return hmac.digest(self.secret.encode(), message, "sha256")
 
 
-def secret_of_start(secret: str, start: str) -> str:
-    """The secret of one start of a job, derived from the job's secret."""
-    return hmac.digest(secret.encode(), start.encode(), "sha256").hex()
-
-
 class Gate:
     """Decides who may connect to a listening TCP socket of this process, on the loopback.
 
@@ -132,8 +128,7 @@ class Relay:
     """This node's way to the store, in a thread of the agent. `store` is its gate on the first node, else None."""
 
     def __init__(self, rendezvous: Rendezvous, store: Gate | None) -> None:
-        self.rendezvous, self.store = rendezvous, store
-        self.port = 0
+        self.rendezvous, self.store, self.port = rendezvous, store, 0
         self._error: OSError | None = None
         self._said = False
         self._started = threading.Event()
@@ -223,12 +218,8 @@ class Relay:
                         continue
                     self._said = True
                     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-                    line = (
-                        f"resolve {host}, the name of the first node ({reason}): correct the nodes' DNS or /etc/hosts"
-                        if unknown
-                        else f"reach {host}, the first node ({reason}): its task has not begun, or the network between "
-                        "the nodes does not let it through"
-                    )
+                    what, why = ("resolve", "correct the nodes' DNS or /etc/hosts") if unknown else ("reach", UNREACHED)
+                    line = f"{what} {host}, the first node ({reason}): {why}"
                     print(f"{node_name()} cannot {line}", file=sys.stderr, flush=True)
             await asyncio.sleep(_RETRY_S)
 

@@ -70,10 +70,8 @@ class Requests:
     """Requests that signals have made of a follower."""
 
     def __init__(self) -> None:
-        self.first: str | None = None
-        """cancel, detach or hand over."""
-        self.again = False
-        """Set by every signal; reset it to notice the next one."""
+        self.first: str | None = None  # cancel, detach or hand over
+        self.again = False  # set by every signal; reset it to notice the next one
         self._event = Event()
 
     def wait(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cellmill.config.machine import Machine
@@ -20,11 +20,10 @@ from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
-from cellmill.launch.submit import SlurmJobs
-from cellmill.runs.folder import TrainFolder
+from cellmill.launch.submit import NEEDED, SlurmJobs
+from cellmill.runs.folder import TrainFolder, training_seconds
 from cellmill.runs.jobs import CANCELLED, CONNECTION, NOT_LISTED, OTHER_JOB, UNKNOWN, JobRecord, Jobs, error_line
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
-from cellmill.runs.progress import training_seconds
 
 SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
 IN_A_ROW = 2  # such jobs until they are warned about
@@ -36,14 +35,11 @@ class ShortJobs:
     """Follows the jobs of one run. `training_s` is the time of all steps of its curve; None if unknown."""
 
     training_s: Callable[[], float | None]
-    _before_s: float = 0.0
-    _at_limit: list[tuple[float, int]] = field(default_factory=list)
-    """(share of its time in which it did not train, steps saved) of each of the last jobs, if it ended at its limit."""
-    _warned: bool = False
 
-    def begin(self) -> None:
-        """A job begins."""
-        self._before_s = self.training_s() or 0.0
+    def __post_init__(self) -> None:
+        self._before_s, self._warned = self.training_s() or 0.0, False
+        self._at_limit = list[tuple[float, int]]()
+        """(share of the time without training, steps saved) of each of the last jobs that ended at its limit."""
 
     def line(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
         """One line, once, if this job and the one before it were mostly start-up; otherwise empty.
@@ -57,6 +53,7 @@ class ShortJobs:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
         timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
         trained_s, announced = (after_s or 0.0) - self._before_s, was_to_save and ended.state != "PREEMPTED"
+        self._before_s = after_s or 0.0
         if not ended.late and not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
             took_s = limit_s if timeout else elapsed_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
@@ -89,26 +86,19 @@ TOO_SHORT = (
 SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
-@dataclass
 class SlurmLauncher:
     """Submits and follows the jobs of one run. One process at a time: the caller holds the run's lock."""
 
-    folder: TrainFolder
-    machine: Machine
-    slurm: SlurmJobs = field(init=False)
-    watch: FolderWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.watch = FolderWatch(self.folder.path)
-        self.slurm = SlurmJobs(Jobs(self.folder.path), Queue(self.machine.poll_s), self.machine)
-        for command in ("sbatch", "srun", "squeue", "scancel"):
-            if shutil.which(command) is None:
-                raise UserError(
-                    f"{command} is not on PATH: run this on a login node of the cluster, or set launcher to local or "
-                    "allocation in the profile"
-                )
-        if self.machine.container and not Path(self.machine.container).exists():
-            raise UserError(f"{self.machine.container}: no such image; set container in the profile to its path")
+    def __init__(self, folder: TrainFolder, machine: Machine) -> None:
+        self.folder, self.machine, self.watch = folder, machine, FolderWatch(folder.path)
+        self.slurm = SlurmJobs(Jobs(folder.path), Queue(machine.poll_s), machine)
+        if missing := [name for name in NEEDED if shutil.which(name) is None]:
+            raise UserError(
+                f"{missing[0]} is not on PATH: run this on a login node of the cluster, or set launcher to local or "
+                "allocation in the profile"
+            )
+        if machine.container and not Path(machine.container).exists():
+            raise UserError(f"{machine.container}: no such image; set container in the profile to its path")
 
     def living(self) -> JobRecord | None:
         """The job of this run that SLURM still has, recorded or not."""
@@ -146,7 +136,6 @@ class SlurmLauncher:
                     )
             for _ in range(self.machine.max_jobs):
                 saved_before = self.folder.saved_step()
-                short.begin()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
                 if self.folder.state() == "done":
                     return
@@ -225,42 +214,36 @@ class SlurmLauncher:
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""
-        where, log = f"(job {ended.job_id}, log: {ended.log})", Tail(ended.log)
+        where, log, job = f"(job {ended.job_id}, log: {ended.log})", Tail(ended.log), f"job {ended.job_id}"
         if ended.error:
             raise UserError(f"{ended.error} {where}")
         if (ended.path / CANCELLED).exists():
-            raise Stopped(
-                f"job {ended.job_id} was cancelled by `cellmill cancel`; saved at step {self.folder.saved_step()}; "
-                "run the same command to resume"
-            )
+            saved = f"saved at step {self.folder.saved_step()}"
+            raise Stopped(f"{job} was cancelled by `cellmill cancel`; {saved}; run the same command to resume")
         if ended.state == "CANCELLED":
-            raise Stopped(f"job {ended.job_id} was cancelled by somebody else; run the same command to resume")
+            raise Stopped(f"{job} was cancelled by somebody else; run the same command to resume")
         if refused := log.last(Tail.REFUSED):
             return refused
         if failed := log.last(Tail.FAILED_SETUP):
             raise UserError(f"{failed} {where}")
         if ended.state == "COMPLETED" and self.folder.state() == "stopped":
-            return f"job {ended.job_id} stopped and saved before its time limit or a preemption"
+            return f"{job} stopped and saved before its time limit or a preemption"
         if ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY):
-            raise UserError(
-                f"the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
-                f"train.token_budget {where}"
-            )
-        if (free := shutil.disk_usage(self.folder.path).free) < 1 << 20:
-            raise UserError(
-                f"{self.folder.path}: no space left ({free} bytes); make room and run the same command {where}"
-            )
+            remedy = "raise set-resources: train: mem_mb in the profile, or lower train.token_budget"
+            raise UserError(f"the job ran out of memory: {remedy} {where}")
+        if (free := shutil.disk_usage(path := self.folder.path).free) < 1 << 20:
+            raise UserError(f"{path}: no space left ({free} bytes); make room and run the same command {where}")
         if ended.state in INFRASTRUCTURE:
-            return f"job {ended.job_id} ended with {ended.state}{f': {ended.late}' if ended.late else ''}"
+            return f"{job} ended with {ended.state}{f': {ended.late}' if ended.late else ''}"
         if ended.state != "FAILED":
             raise UserError(f"the job ended with {ended.state} before the training was done {where}")
         if not ended.log.exists():
-            return f"job {ended.job_id} ended with FAILED and left no log (can the nodes see {ended.path}?)"
+            return f"{job} ended with FAILED and left no log (can the nodes see {ended.path}?)"
         killed = [Tail(each).last(Tail.KILLED) for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))]
         if first := next(filter(None, killed), None) or error_line(ended.path, CONNECTION):  # the signal is the cause
-            return f"job {ended.job_id} ended with FAILED: {first}"
+            return f"{job} ended with FAILED: {first}"
         if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
         if refused := log.last(Tail.SRUN_OPTIONS):
             raise UserError(f"{refused}; change srun_options in the profile {where}")
-        return f"job {ended.job_id} ended with FAILED and no process said why, log: {ended.log}"
+        return f"{job} ended with FAILED and no process said why, log: {ended.log}"

@@ -6,8 +6,8 @@ of the node's task, a JSON file in a folder only this user can enter.
 sbatch may accept a job and its answer be lost. So each job is submitted exactly once: a submission without an answer is
 looked up by the job's name before it is tried again, and a job without a record is adopted.
 
-`run_once` runs one job to its end, in its own folder, and never another; the caller judges the result. Under slurm the
-job is cancelled if it waits too long and on Ctrl-C, and so is one left over from a killed process.
+`run_once` runs one job to its end, in its own folder; the caller judges the result. Under slurm the job is cancelled if
+it waits too long and on Ctrl-C, and so is one left over from a killed process.
 """
 
 import io
@@ -29,11 +29,12 @@ from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job
-from cellmill.launch.node import NodeTask, run_here, run_task
+from cellmill.launch.node import run_here, run_task, write_task
 from cellmill.launch.queue import QUOTA, Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
 from cellmill.runs.jobs import NO_PROCESS, CommandError, JobRecord, Jobs, error_line
 
+NEEDED = ("sbatch", "srun", "squeue", "scancel")
 TRANSIENT = re.compile(
     "unable to contact slurm controller|socket timed out|temporarily unable|connection refused|connection reset|"
     "communication (connection )?failure|zero bytes were transmitted|try again|timed? ?out|"
@@ -94,6 +95,13 @@ class _Executor(SlurmExecutor):
 def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
+    setup = []  # lines of the batch script before srun: a command that fails ends the job with one line in its log
+    load = f"module load {shlex.join(machine.modules.split())}" if machine.modules else ""
+    for key, command in (("modules", load), ("setup", machine.setup)):
+        if command:
+            failed = shlex.quote(f"cellmill: `{command}` failed on")
+            setup.append(f"{{ {command}")
+            setup.append(f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}')
     executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
     # one task per node is requested of srun alone: given to sbatch, it would pin a range of nodes to its minimum.
     # A task that fails must not leave the others waiting for it.
@@ -104,25 +112,11 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
         signal_delay_s=machine.save_within_s,
         wckey=None,  # some sites refuse an unknown key
         stderr_to_stdout=True,
-        setup=_setup(machine),
+        setup=setup,
         srun_args=[*task, *machine.srun_flags],
         additional_parameters={"requeue": True, **sbatch_options(machine)},
     )
     return executor
-
-
-def _setup(machine: Machine) -> list[str]:
-    """Lines of the batch script before srun. A command that fails ends the job with one line in its log."""
-    load = f"module load {shlex.join(machine.modules.split())}" if machine.modules else ""
-    lines = []
-    for key, command in (("modules", load), ("setup", machine.setup)):
-        if command:
-            failed = shlex.quote(f"cellmill: `{command}` failed on")
-            lines += [
-                f"{{ {command}",
-                f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}',
-            ]
-    return lines
 
 
 @dataclass
@@ -180,7 +174,7 @@ class SlurmJobs:
             raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
         while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
-            task = NodeTask.of(job(folder), self.machine, folder).write()
+            task = write_task(job(folder), self.machine, folder)
             try:
                 # submitted and recorded, or neither; submitit would print errors at each try, below they are said once
                 with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
@@ -195,19 +189,17 @@ class SlurmJobs:
                 errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
                 complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
                 unreachable = bool(TRANSIENT.search(complaint))
-            quota = QUOTA.search(complaint)
-            if unreachable:
-                if time.monotonic() > deadline:
-                    raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}")
-                line = f"warning: sbatch: {complaint}; trying again"
-            else:
+            line = f"warning: sbatch: {complaint}; trying again"
+            if not unreachable:
                 shutil.rmtree(folder, ignore_errors=True)
-                if quota is None:
+                if (quota := QUOTA.search(complaint)) is None:
                     raise UserError(
                         f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
                     )
                 deadline = time.monotonic() + self.patience_s
                 line = f"sbatch: {quota[0]}: SLURM accepts no further job of yours until others have ended; waiting"
+            elif time.monotonic() > deadline:
+                raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}")
             if unreachable not in warned:
                 say(line)
                 warned.add(unreachable)
@@ -233,8 +225,7 @@ class StillQueued(UserError):
 @dataclass(frozen=True)
 class End:
     path: Path  # its folder
-    state: str
-    """SLURM's word; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task."""
+    state: str  # SLURM's; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task
     job_id: str = ""
     nodes: str = ""  # as SLURM writes them, such as node[1-2]
     queued_s: float = 0.0
@@ -264,29 +255,26 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
             for left in slurm.alive():
                 say(f"cancelling job {left.job_id}, left by an earlier process")
                 cancel_job(left.job_id, left.name)
-            return _follow_once(slurm.submit(job), queue, received, wait_s)
+            record = slurm.submit(job)
+            follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
+            queued_s, submitted = 0.0, time.monotonic()
+            waiting_since: float | None = submitted
+            for state in follower.states(received.wait):
+                now = time.monotonic()
+                if received.first:
+                    say(f"cancelling job {record.job_id}")
+                    follower.cancel()
+                    raise KeyboardInterrupt
+                if state.name in ("RUNNING", "COMPLETING"):
+                    queued_s, waiting_since = queued_s or now - submitted, None
+                elif state.name:
+                    waiting_since = waiting_since or now  # a preempted job waits again
+                    if now - waiting_since > wait_s:
+                        follower.cancel()
+                        waited = f"after {wait_s / 60:g} min in the queue"
+                        raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
     except Interrupted:
         raise KeyboardInterrupt from None
-
-
-def _follow_once(record: JobRecord, queue: Queue, received: Requests, wait_s: float) -> End:
-    follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
-    queued_s, submitted = 0.0, time.monotonic()
-    waiting_since: float | None = submitted
-    for state in follower.states(received.wait):
-        now = time.monotonic()
-        if received.first:
-            say(f"cancelling job {record.job_id}")
-            follower.cancel()
-            raise KeyboardInterrupt
-        if state.name in ("RUNNING", "COMPLETING"):
-            queued_s, waiting_since = queued_s or now - submitted, None
-        elif state.name:
-            waiting_since = waiting_since or now  # a preempted job waits again
-            if now - waiting_since > wait_s:
-                follower.cancel()
-                waited = f"after {wait_s / 60:g} min in the queue"
-                raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
     lost = follower.tail.not_launched if follower.state.name == "LAUNCH_FAILED" else None
     tasks = None if lost is None else (lost[1] or lost[2], lost[3].strip())
     return End(record.path, follower.state.name, record.job_id, follower.nodes, queued_s, record.log, tasks)

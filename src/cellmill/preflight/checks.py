@@ -17,13 +17,13 @@ from snakemake.cli import parse_set_threads
 
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError
+from cellmill.launch.submit import NEEDED
 from cellmill.preflight import site
 from cellmill.preflight.profile import Profile, assigned, check_machine, entries_of, evaluate
 from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
 from cellmill.runs.jobs import CommandError
 
 TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
-NEEDED = ("sbatch", "srun", "squeue", "scancel")
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,11 @@ def check_launcher(machine: Machine) -> Check:
         cores, processes = len(os.sched_getaffinity(0)), machine.node_counts[-1] * machine.nproc_per_node
         return ok("launcher", f"local: {processes} processes on this machine's {cores} cores")
     if machine.launcher == "slurm":
-        missing = [name for name in NEEDED if shutil.which(name) is None]
-        return judged(
-            not missing,
-            "commands",
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
-            if missing
-            else ", ".join(NEEDED),
-            f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation",
-        )
+        if missing := [name for name in NEEDED if shutil.which(name) is None]:
+            text = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
+            remedy = f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation"
+            return no("commands", text, remedy)
+        return ok("commands", ", ".join(NEEDED))
     job_id, nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
     if job_id is None:
         remedy = f"use salloc or sbatch, or {TRAIN} launcher: slurm"
@@ -148,7 +144,6 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
 
 
 def _with_gpus(machine: Machine, partition: Partition) -> list[Node]:
-    """Nodes that are up and have the requested GPUs."""
     wanted = machine.gpus_by_type.items()
     return [node for node in partition.up if all(node.gpus_of(kind) >= number for kind, number in wanted)]
 
@@ -225,13 +220,12 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
         except ConfigError as error:
             yield no(what, str(error))
             continue
-        # a request grows with the attempt: if the last one fits, all do
         last = _problem(machines[-1], facts)
-        if last is None:
+        if last is None:  # a request grows with the attempt: if the last one fits, all do
             yield ok(what, f"fits {request_text(machines[0])}")
             continue
-        earlier = ((_problem(machine, facts), attempt) for attempt, machine in zip(attempts, machines[:-1]))
-        problem, attempt = next(((found, attempt) for found, attempt in earlier if found), (last, attempts[-1]))
+        earlier = ((attempt, _problem(machine, facts)) for attempt, machine in zip(attempts, machines[:-1]))
+        attempt, problem = next(((attempt, found) for attempt, found in earlier if found), (attempts[-1], last))
         keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace("gpus_per_node", "gpu")
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)
@@ -245,16 +239,17 @@ def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
     return next((one for one in checks if one.verdict == "no" or (one.what, one.verdict) == ("start", "?")), None)
 
 
-def stage_machine(profile: Profile, stage: str, attempt: int = 1) -> Machine:
+def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a value that is wrong.
     What depends on the input files is unknown here, and left out."""
     options, path = profile.options, profile.path
-    declared = {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
     threads = THREADS_ON_A_GPU if stage in ON_A_GPU else 1
     known = {"attempt": attempt, "threads": threads if given is None else given.value}
     own = [entry.partition(":")[2] for entry in entries_of(options, "set-resources", path, stage)]
-    resources = _evaluated(entries_of(options, "default-resources", path), known) | declared | _evaluated(own, known)
+    resources = _evaluated(entries_of(options, "default-resources", path), known)
+    resources |= {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
+    resources |= _evaluated(own, known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
     if number := resources.get("gpu"):
         machine["gpus_per_node"] = ":".join(filter(None, (str(resources.get("gpu_model") or ""), str(number))))

@@ -72,13 +72,9 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
         among = [facts.partitions[name]]
         if among[0].state != "up":
             raise UserError(f"--partition {name}: it is {among[0].state}; expected one that is up")
-    has_gpus = any(node.gpus for partition in among for node in partition.up)
-    offers = [
-        offer
-        for partition in among
-        for offer in _offers(partition, request)
-        if offer.gpus or request.gpus == 0 or not has_gpus
-    ]
+    offers = [offer for partition in among for offer in _offers(partition, request)]
+    if request.gpus != 0 and any(node.gpus for partition in among for node in partition.up):
+        offers = [offer for offer in offers if offer.gpus]
     if not offers:
         wish = f"--partition {name} " if name else ""
         wish += f"--nodes {request.nodes or 1}" + ("" if request.gpus is None else f" --gpus {request.gpus}")
@@ -248,13 +244,13 @@ Reasoned = tuple[str, str]  # a value and where it is from
 
 def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     """Every value of the profile `name`. Raises UserError if SLURM has no such machine."""
-    offer, chosen = choose_training(facts, request)
-    partition, chosen_for_stages = choose_for_stages(facts, offer.partition)
-    account, account_why = _account(facts, request, offer.partition)
-    qos, qos_why = (request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account)
+    offer, why_train = choose_training(facts, request)
+    partition, why_stages = choose_for_stages(facts, offer.partition)
+    account, why_account = _account(facts, request, offer.partition)
+    qos, why_qos = (request.qos, "--qos") if request.qos else _qos(facts, offer.partition, account)
     same = partition.name == offer.partition.name
-    stages_qos, stages_qos_why = (qos, qos_why) if same else _qos(facts, partition, account)
-    (status, status_why), (device, device_why) = _status_command(facts), _device(offer)
+    stages_qos, why_stages_qos = (qos, why_qos) if same else _qos(facts, partition, account)
+    (status, why_status), (device, why_device) = _status_command(facts), _device(offer)
 
     def place(partition: Partition, nodes: list[Node], qos: str) -> Place:
         """The partition with the most that a job of one node may request there."""
@@ -273,25 +269,31 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     runtime = max(1, min(limit or DAY_MIN, DAY_MIN))
     below = "limit" if runtime == limit else f"a day, below the limit of {limit} min"
     shares = [offer.gpus / node.gpus_of("") if offer.gpus else 1.0 for node in offer.nodes]
-    memory, memory_why = _memory(offer, shares)
     select = facts.configuration.get("SelectType", "select/cons_tres")
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
     gpus = ":".join(filter(None, (offer.kind, str(offer.gpus)))) if offer.gpus else ""
-    options = {
-        "launcher": "slurm",
-        "nodes": request.nodes or "1",
-        "nproc_per_node": offer.gpus or 1,
-        "slurm_partition": offer.partition.name,
-        "slurm_account": account,
-        "qos": qos,
-        "gres" if gres_only else "gpus_per_node": f"gpu:{gpus}" if gpus and gres_only else gpus,
-        "runtime": runtime,
-        "mem_mb": memory,
-        "cpus_per_task": max(1, int(min(node.cpus * share for node, share in zip(offer.nodes, shares)))),
-        "save_within_s": min(SAVE_WITHIN_S, 15 * runtime),
-    }
-    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
     counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
+    why_gpus = f"{'slices cannot form one training; ' if offer.sliced else ''}of {' or '.join(map(str, counts))} on a "
+    why_gpus += f"node (sinfo){f'; {select} supports only --gres (scontrol)' if gres_only else ''}"
+    one_each = "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores"
+    chosen: dict[str, tuple[str | int, str]] = {
+        "launcher": ("slurm", ""),
+        "nodes": (request.nodes or "1", ""),
+        "nproc_per_node": (offer.gpus or 1, one_each),
+        "slurm_partition": (offer.partition.name, why_train),
+        "slurm_account": (account, why_account),
+        "qos": (qos, why_qos),
+        "gres" if gres_only else "gpus_per_node": (f"gpu:{gpus}" if gpus and gres_only else gpus, why_gpus),
+        "runtime": (runtime, f"{'a day; there is no limit' if limit is None else below} of {source}"),
+        "mem_mb": _memory(offer, shares),
+        "cpus_per_task": (
+            max(1, int(min(node.cpus * share for node, share in zip(offer.nodes, shares)))),
+            f"{'all' if set(shares) == {1} else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)",
+        ),
+        "save_within_s": (min(SAVE_WITHIN_S, 15 * runtime), ""),
+    }
+    options = {key: value for key, (value, _) in chosen.items()}
+    machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
     gpus = machine.gpus_per_node or machine.gres
     return Site(
         head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
@@ -304,23 +306,13 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         vectors=vectors,
         gpu=_one_gpu(offer, qos, gres_only) if offer.gpus else {},
         status_command=status,
-        why={
-            "nproc_per_node": "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores",
-            "gpus": f"{'slices cannot form one training; ' if offer.sliced else ''}of "
-            f"{' or '.join(map(str, counts))} on a node (sinfo)"
-            f"{f'; {select} supports only --gres (scontrol)' if gres_only else ''}",
-            "runtime": f"{'a day; there is no limit' if limit is None else below} of {source}",
-            "mem_mb": memory_why,
-            "cpus": f"{'all' if set(shares) == {1} else 'the share of its GPUs'} of the smallest node (sinfo, "
-            "scontrol)",
-            "status_command": status_why,
-            "stages_partition": chosen_for_stages,
-            "account": account_why,
-            "stages_qos": stages_qos_why,
+        why={key: reason for key, (_, reason) in chosen.items()}
+        | {
+            "status_command": why_status,
+            "stages_partition": why_stages,
+            "stages_qos": why_stages_qos,
             "growth": "; ".join(limits),
-            "device": device_why,
-            "partition": chosen,
-            "qos": qos_why,
+            "device": why_device,
             "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (sinfo)",
         },
     )

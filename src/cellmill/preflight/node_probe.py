@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -49,11 +50,11 @@ def main(folder: Path) -> None:
         store.set(f"gpus-{node}", str(len(gpu_names())))
     # one backend for all: a node that lacks GPUs must be reported, not waited for
     cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device, backend = (torch.device("cuda", local_rank), "nccl") if cuda else (torch.device("cpu"), "gloo")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backend,
         store=dist.PrefixStore("preflight", store),
         rank=rank,
         world_size=world,
@@ -75,18 +76,10 @@ def main(folder: Path) -> None:
         store.set(f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used}))
     if rank == 0:
         measured = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
-        write_json(
-            folder / ALLREDUCE,
-            {
-                "backend": "nccl" if cuda else "gloo",
-                "bytes": n_bytes,
-                "nodes": nodes,
-                "nproc_per_node": local_world,
-                "between": between,
-                "inside": [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured],
-                "interfaces": {entry["host"]: entry["interface"] for entry in measured},
-            },
-        )
+        result: dict[str, Any] = {"backend": backend, "bytes": n_bytes, "nodes": nodes, "nproc_per_node": local_world}
+        result["inside"] = [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured]
+        result |= {"between": between, "interfaces": {entry["host"]: entry["interface"] for entry in measured}}
+        write_json(folder / ALLREDUCE, result)
     dist.barrier()  # a process that leaves early would break the others' connections
 
 
@@ -109,12 +102,10 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
         "write_s": write_s,
         "write_error": error,
     }
-    head, problem = {"token": None, "time": None}, None
-    try:
+    head = {"token": None, "time": None}
+    with suppress(DataError, OSError):  # the folder is not shared
         head = read_json(folder / HEAD)
-    except (DataError, OSError) as missing:
-        problem = str(missing)
-    return value | {"token": head["token"], "head_time": head["time"], "time": time.time(), "head_error": problem}
+    return value | {"token": head["token"], "head_time": head["time"], "time": time.time()}
 
 
 def write_speed(path: Path) -> tuple[float | None, str | None]:
@@ -141,13 +132,8 @@ def gpu_names() -> list[str]:
 
 
 def links() -> dict[str, int]:
-    """Bytes received and sent by each network interface of this process's namespace (proc(5))."""
-    carried_bytes = {}
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, _, counters = line.partition(":")
-        numbers = counters.split()
-        carried_bytes[name.strip()] = int(numbers[0]) + int(numbers[8])
-    return carried_bytes
+    """Bytes received and sent by each network interface of this process's namespace."""
+    return {name: sent.bytes_sent + sent.bytes_recv for name, sent in psutil.net_io_counters(pernic=True).items()}
 
 
 def carried() -> dict[str, int]:

@@ -200,76 +200,63 @@ SAVE_WITHIN_S = 30
 SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
-class NodeCheck:
-    """The job of a preflight, and this machine's side of the shared folder: its time every second, and when it first
-    saw each report."""
+def check_job(machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]) -> Iterator[Check]:
+    """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports. Raises
+    KeyboardInterrupt if a signal ended it."""
+    token, seen, over = secrets.token_hex(8), dict[str, float](), threading.Event()
+    threads = list[threading.Thread]()
 
-    def __init__(self, machine: Machine, device: str, folder: Path, wait_s: float) -> None:
-        self.machine, self.device, self.folder, self.wait_s = machine, device, folder, wait_s
-        self.facts: dict[str, Any] = {}  # for the record: how the job ran, and the nodes' reports
-        self._token, self._path, self._seen = secrets.token_hex(8), Path(), dict[str, float]()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+    def write_time(path: Path) -> None:
+        write_json(path / HEAD, {"token": token, "time": time.time()})
 
-    def run(self) -> Iterator[Check]:
-        """Run the job, then judge. Raises KeyboardInterrupt if a signal ended it."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}
-        short = {key: min(most, getattr(self.machine, key)) for key, most in limits.items()}
-        try:
-            with locked(self.folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
-                machine = self.machine.model_copy(update=short)
-                end = run_once(self._job, machine, self.folder, lock, self.wait_s)
-            if end.state in ("COMPLETED", NOT_LISTED):
-                settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
-            self._look()
-        except StillQueued as error:
-            remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
-            yield no("job", str(error), remedy)
-            return
-        except UserError as error:
-            yield no("job", str(error))
-            return
-        except OSError as error:
-            yield no("shared folder", f"{error.filename or self.folder}: {error.strerror}", "work in another")
-            return
-        finally:
-            self._over.set()
-            if self._thread.is_alive():
-                self._thread.join()
-        nodes = [read_json(path) | {"seen": self._seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
-        allreduce = read_json(end.path / ALLREDUCE) if (end.path / ALLREDUCE).exists() else None
-        self.facts = {
-            "job": {"id": end.job_id, "state": end.state, "nodes": end.nodes, "queued_s": end.queued_s},
-            "nodes": nodes,
-            "allreduce": allreduce,
-        }
-        yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
-        if nodes:
-            yield from judge_nodes(self.machine, self.device, nodes, self._token)
-        if allreduce is not None:
-            yield from judge_allreduce(self.machine.interface, nodes, allreduce)
+    def look(path: Path) -> None:
+        for file in path.glob("node-*.json"):
+            seen.setdefault(file.name, time.time())
 
-    def _job(self, path: Path) -> Job:
-        """The job; writes the first time to its folder, before anything is started there."""
-        self._path = path
-        self._write()
-        if not self._thread.is_alive():
-            self._thread.start()
-        folder, machine = path.resolve(), self.machine
-        module, error = "cellmill.preflight.node_probe", str(folder / "error.txt")
-        return Job(module, [str(folder)], machine.node_counts[-1], machine.nproc_per_node, error_file=error)
-
-    def _beat(self) -> None:
-        while not self._over.wait(1.0):
+    def beat(path: Path) -> None:
+        while not over.wait(1.0):
             with suppress(OSError):  # a full disk, perhaps: the nodes report it as well
-                self._write()
-                self._look()
+                write_time(path)
+                look(path)
 
-    def _write(self) -> None:
-        write_json(self._path / HEAD, {"token": self._token, "time": time.time()})
+    def job(path: Path) -> Job:
+        write_time(path)  # before anything is started there
+        threads.append(threading.Thread(target=beat, args=(path,), daemon=True))
+        threads[-1].start()
+        arguments, error = [str(path.resolve())], str(path.resolve() / "error.txt")
+        module, nodes = "cellmill.preflight.node_probe", machine.node_counts[-1]
+        return Job(module, arguments, nodes, machine.nproc_per_node, error_file=error)
 
-    def _look(self) -> None:
-        for file in self._path.glob("node-*.json"):
-            self._seen.setdefault(file.name, time.time())
+    limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}
+    short = machine.model_copy(update={key: min(most, getattr(machine, key)) for key, most in limits.items()})
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        with locked(folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
+            end = run_once(job, short, folder, lock, wait_s)
+        if end.state in ("COMPLETED", NOT_LISTED):
+            settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
+        look(end.path)
+    except StillQueued as error:
+        remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
+        yield no("job", str(error), remedy)
+        return
+    except UserError as error:
+        yield no("job", str(error))
+        return
+    except OSError as error:
+        yield no("shared folder", f"{error.filename or folder}: {error.strerror}", "work in another")
+        return
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    nodes = [read_json(path) | {"seen": seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
+    allreduce = read_json(end.path / ALLREDUCE) if (end.path / ALLREDUCE).exists() else None
+    record["job"] = {"id": end.job_id, "state": end.state, "nodes": end.nodes, "queued_s": end.queued_s}
+    record |= {"nodes": nodes, "allreduce": allreduce}
+    yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
+    if nodes:
+        yield from judge_nodes(machine, device, nodes, token)
+    if allreduce is not None:
+        yield from judge_allreduce(machine.interface, nodes, allreduce)

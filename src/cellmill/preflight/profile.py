@@ -2,7 +2,7 @@
 
 Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
 declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
-first and takes it for a text only if that fails: `1-2` becomes -1, and `"'1-2'"` stays as written.
+first: `1-2` becomes -1, and `"'1-2'"` stays as written.
 
 `set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys over those of `train`
 and `plan`. Snakemake ignores them, as rules cannot have such names.
@@ -83,7 +83,7 @@ class Profile:
     def unread(self) -> list[str]:
         """Keys of `default-resources` that a training needs too, but that do not reach it."""
         defaults = {entry.partition("=")[0] for entry in entries_of(self.options, "default-resources", self.path)}
-        return [name for name in _OF_A_SITE if name in defaults and name not in self.train]
+        return [name for name in _OF_A_SITE if name in defaults - self.train.keys()]
 
 
 def check_machine(resources: dict[str, Any], source: str, rule: str) -> Machine:
@@ -148,7 +148,6 @@ def read_profile(name: str) -> Profile:
 
 
 def _is_ours(rule: str) -> bool:
-    """True for the rules train and plan and for their named machines."""
     return rule.partition(".")[0] in ("train", "plan")
 
 
@@ -197,6 +196,7 @@ def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
 def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
     """The resource of an assignment. Raises ConfigError with advice on a value that Snakemake reads differently."""
     key, _, text = assignment.partition("=")
+    quotes = f"write \"'{text}'\", in both quotes"
     try:
         values = evaluate(assigned(assignment), threads=threads)
     except Exception:  # whatever the expression raises
@@ -207,16 +207,12 @@ def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
         elif key in ("mem", "disk"):
             advice = f"expected a size such as 16000 (MB) or 16G, got {text!r}"
         elif key.endswith(("_mb", "_mib")):
-            quoted = text.strip("'")
-            advice = f"expected a number without quotes, got {quoted!r}; `mem: 16G` takes a unit"
+            advice = "expected a number without quotes, got {!r}; `mem: 16G` takes a unit".format(text.strip("'"))
         else:
-            advice = f"Snakemake reads {text!r} as Python; write \"'{text}'\", in both quotes, for a text"
+            advice = f"Snakemake reads {text!r} as Python; {quotes}, for a text"
         raise ConfigError(f"{where}: {key}: {advice}") from None
-    for value in values.values():
-        if isinstance(value, int) and value < 0:
-            raise ConfigError(
-                f"{where}: {key}: Snakemake reads {text!r} as {value}; write \"'{text}'\", in both quotes"
-            )
+    if negative := [value for value in values.values() if isinstance(value, int) and value < 0]:
+        raise ConfigError(f"{where}: {key}: Snakemake reads {text!r} as {negative[0]}; {quotes}")
     return values
 
 

@@ -19,7 +19,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.umap import read_umap
 from cellmill.files import read_json
 from cellmill.runs.cost import Start
-from cellmill.runs.progress import read_lines
+from cellmill.runs.folder import read_lines
 from cellmill.runs.verdict import Closed, Verdict
 
 MADE = {  # files that Snakemake makes again by name, in the order of the stages

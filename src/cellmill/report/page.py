@@ -17,7 +17,7 @@ from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
 from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number, reach
-from cellmill.runs.progress import COLLAPSED
+from cellmill.runs.folder import COLLAPSED
 
 REGRESSION = "all genes + logistic regression"
 

@@ -3,7 +3,6 @@
 Starts come first from SLURM's accounting (sacct). Where there is none, or it does not know a job, they come from the
 attempt files that the jobs write themselves, which agree with it to within the seconds a node takes to start.
 local.json has one entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
-A job that SLURM requeued has one entry for each start.
 """
 
 import os
@@ -12,17 +11,17 @@ import resource
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped
 from cellmill.files import read_json, span, write_json
+from cellmill.runs.folder import training_seconds
 from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, seconds, write_if_room
-from cellmill.runs.progress import training_seconds
 
 OWN_FILES = "own files"
 LOCAL = "local"  # partition of a start on this machine
@@ -52,17 +51,11 @@ class Start:
     source: str = OWN_FILES
 
 
-def _start(state: str, queued_at: float, started_at: float | None, ended_at: float | None, **held: Any) -> Start:
-    """A start by the run's own files; `held` has the fields of who it is and what it holds."""
-    return Start(
-        state=state,
-        submitted_at=queued_at,
-        started_at=started_at,
-        ended_at=ended_at,
-        queue_wait_s=None if started_at is None else max(0.0, started_at - queued_at),
-        elapsed_s=None if started_at is None or ended_at is None else ended_at - started_at,
-        **held,
-    )
+def _start(state: str, queued_at: float, started_at: float, ended_at: float, **held: Any) -> Start:
+    """A start by the run's own files; `held` has the other fields."""
+    waited_s, elapsed_s = max(0.0, started_at - queued_at), ended_at - started_at
+    times: dict[str, Any] = {"submitted_at": queued_at, "started_at": started_at, "ended_at": ended_at}
+    return Start(state=state, queue_wait_s=waited_s, elapsed_s=elapsed_s, **times, **held)
 
 
 def attempt_starts(record: JobRecord, now: float) -> list[Start]:
@@ -71,12 +64,8 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         attempts = record.attempts()
     except DataError:  # truncated by a full disk
         attempts = []
-
-    def start(state: str, began: float | None, ended: float | None, nodes: int, processes: int, gpus: int) -> Start:
-        held = {"nodes": nodes, "processes": processes, "gpus": gpus, "cpus": nodes * record.cpus_per_node}
-        return _start(state, queued_at, began, ended, job_id=record.job_id, partition=record.slurm_partition, **held)
-
     starts, queued_at = list[Start](), record.submitted_at
+    job: dict[str, Any] = {"job_id": record.job_id, "partition": record.slurm_partition}
     for attempt in attempts:
         ended, state, nodes = attempt["ended_at"], record.state, len(attempt["hosts"])
         if attempt is not attempts[-1]:
@@ -84,16 +73,19 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         elif record.ended_at is None and ended is None:
             state = "RUNNING"
         ended_at = float(attempt["seen_at"] if ended is None else ended)
-        held = (nodes, int(attempt["processes"]), int(attempt["gpus"]))
-        starts.append(start(state, float(attempt["started_at"]), ended_at, *held))
+        held = {name: attempt[name] for name in ("processes", "gpus")}
+        held |= {"nodes": nodes, "cpus": nodes * record.cpus_per_node}
+        starts.append(_start(state, queued_at, float(attempt["started_at"]), ended_at, **job, **held))
         queued_at = ended_at  # a requeued job waits again from its end
-    if not attempts:
-        nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
-        held = (nodes, nodes * record.nproc_per_node, nodes * record.gpus_per_node)
-        wait_s = (record.ended_at or now) - queued_at if waited else None
-        queued = start(record.state, None, record.ended_at, *held)
-        starts = [replace(queued, queue_wait_s=wait_s, elapsed_s=0.0 if waited else None)]
-    return starts
+    if starts:
+        return starts
+    nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
+    held = {"processes": record.nproc_per_node, "gpus": record.gpus_per_node, "cpus": record.cpus_per_node}
+    held = {name: nodes * number for name, number in held.items()}
+    times: dict[str, Any] = {"submitted_at": queued_at, "started_at": None, "ended_at": record.ended_at}
+    times["queue_wait_s"] = (record.ended_at or now) - queued_at if waited else None
+    times["elapsed_s"] = 0.0 if waited else None
+    return [Start(**job, state=record.state, nodes=nodes, **times, **held)]
 
 
 ANSWER_WITHIN_S = 15
@@ -142,37 +134,34 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
             rows.append([])
         rows[-1].append(dict(zip(_FIELDS, cells)))
     for row, *steps in rows:
-        if record := by_job.get((row["JobID"], row["JobName"])):
-            starts[record.job_id].append(_sacct_start(row, steps, record))
+        if (record := by_job.get((row["JobID"], row["JobName"]))) is None:
+            continue
+        times = (row[name] for name in ("Submit", "Start", "End"))
+        submitted, started, ended = (float(text) if text.isdigit() else None for text in times)  # Unknown, None
+        nodes, gpus = int(_number(row["NNodes"])), re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
+        if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
+            started = None
+        memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
+        until = ended if started is None else started
+        start = Start(
+            job_id=record.job_id,
+            partition=row["Partition"],
+            state=row["State"].split()[0],  # "CANCELLED by 1000"
+            submitted_at=submitted,
+            started_at=started,
+            ended_at=ended,
+            queue_wait_s=None if submitted is None or until is None else max(0.0, until - submitted),
+            elapsed_s=_number(row["ElapsedRaw"]),
+            nodes=nodes,
+            processes=nodes * record.nproc_per_node,
+            gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,  # a site may not account for GPUs
+            cpus=int(_number(row["AllocCPUS"])),
+            cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
+            max_memory_gb=max(memory) / 1e9 if memory else None,
+            source="sacct",
+        )
+        starts[record.job_id].append(start)
     return dict(starts)
-
-
-def _sacct_start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) -> Start:
-    times = (row[name] for name in ("Submit", "Start", "End"))
-    submitted, started, ended = (float(text) if text.isdigit() else None for text in times)  # Unknown, None
-    nodes = int(_number(row["NNodes"]))
-    if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
-        started = None
-    gpus = re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
-    memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
-    until = ended if started is None else started
-    return Start(
-        job_id=record.job_id,
-        partition=row["Partition"],
-        state=row["State"].split()[0],  # "CANCELLED by 1000"
-        submitted_at=submitted,
-        started_at=started,
-        ended_at=ended,
-        queue_wait_s=None if submitted is None or until is None else max(0.0, until - submitted),
-        elapsed_s=_number(row["ElapsedRaw"]),
-        nodes=nodes,
-        processes=nodes * record.nproc_per_node,
-        gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,  # a site may not account for GPUs
-        cpus=int(_number(row["AllocCPUS"])),
-        cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
-        max_memory_gb=max(memory) / 1e9 if memory else None,
-        source="sacct",
-    )
 
 
 def _number(text: str) -> float:
@@ -227,19 +216,13 @@ def read_local(train: Path) -> list[dict[str, Any]]:
 
 def local_starts(train: Path) -> list[Start]:
     """Starts of the run in `train` on this machine."""
-    return [
-        _start(
-            entry["how"] or "RUNNING",
-            entry["started_at"],
-            entry["started_at"],
-            entry["ended_at"] or _last_sign_of_life(entry, train),
-            job_id="",
-            partition=LOCAL,
-            nodes=1,
-            **{name: entry[name] for name in ("processes", "gpus", "cpus", "cpu_s")},
-        )
-        for entry in read_local(train)
-    ]
+    starts = []
+    for entry in read_local(train):
+        began, ended = entry["started_at"], entry["ended_at"] or _last_sign_of_life(entry, train)
+        held = {name: entry[name] for name in ("processes", "gpus", "cpus", "cpu_s")}
+        held |= {"job_id": "", "partition": LOCAL, "nodes": 1}
+        starts.append(_start(entry["how"] or "RUNNING", began, began, ended, **held))
+    return starts
 
 
 def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
@@ -324,45 +307,35 @@ def _totals(
     starts: list[Start], training_s: float | None, why_not: str
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks a job."""
-    unknown: dict[str, str] = {}
-
-    def total(
-        name: str,
-        value: Callable[[Start], float | None],
-        among: list[Start] = starts,
-        reason: str = LOST,
-        combine: Callable[[list[float]], float] = sum,
-    ) -> float | None:
-        found = [(start, value(start)) for start in among]
-        lacking = [start.job_id or "a start on this machine" for start, each in found if each is None]
-        if lacking:
-            unknown[name] = f"unknown for {', '.join(dict.fromkeys(lacking))}: {reason}"
-            return None
-        return combine([each for _, each in found if each is not None])
+    unknown, totals = dict[str, str](), dict[str, float | None]()
 
     def hours(start: Start, number: float | None) -> float | None:
         return None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
 
-    elapsed = total("elapsed_s", lambda start: start.elapsed_s)
-    cores = total("cpu_core_hours", lambda start: hours(start, start.cpus))
     ran, why_not = [start for start in starts if start.elapsed_s], why_not or "not in its accounting"
-    cpu_s = total("cpu_efficiency_frac", lambda start: start.cpu_s, ran, why_not)
-    memory = total("max_memory_gb", lambda start: start.max_memory_gb, ran, why_not, lambda gb: max(gb, default=0.0))
+    for name, found, reason in (
+        ("gpu_hours", [(start, hours(start, start.gpus)) for start in starts], LOST),
+        ("cpu_core_hours", [(start, hours(start, start.cpus)) for start in starts], LOST),
+        ("elapsed_s", [(start, start.elapsed_s) for start in starts], LOST),
+        ("queue_wait_s", [(start, start.queue_wait_s) for start in starts], LOST),
+        ("cpu_efficiency_frac", [(start, start.cpu_s) for start in ran], why_not),
+        ("max_memory_gb", [(start, start.max_memory_gb) for start in ran], why_not),
+    ):
+        known = [value for _, value in found if value is not None]
+        if len(known) < len(found):
+            lacking = dict.fromkeys(start.job_id or "a start on this machine" for start, each in found if each is None)
+            unknown[name], totals[name] = f"unknown for {', '.join(lacking)}: {reason}", None
+        else:
+            totals[name] = max(known, default=0.0) if name == "max_memory_gb" else sum(known)
+    elapsed, cores, cpu_s = totals["elapsed_s"], totals["cpu_core_hours"], totals["cpu_efficiency_frac"]
     if training_s is None:
         unknown["training_efficiency_frac"] = "metrics.jsonl has no rates"
     elif not elapsed:
         unknown["training_efficiency_frac"] = unknown.get("elapsed_s", "nothing ran")
     if not cores and cpu_s is not None:
         unknown["cpu_efficiency_frac"] = unknown.get("cpu_core_hours", "nothing ran")
-    totals = {
-        "gpu_hours": total("gpu_hours", lambda start: hours(start, start.gpus)),
-        "cpu_core_hours": cores,
-        "elapsed_s": elapsed,
-        "queue_wait_s": total("queue_wait_s", lambda start: start.queue_wait_s),
-        "training_s": training_s,
-        # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
-        "training_efficiency_frac": min(1.0, training_s / elapsed) if training_s is not None and elapsed else None,
-        "cpu_efficiency_frac": cpu_s / 3600 / cores if cpu_s is not None and cores else None,
-        "max_memory_gb": memory,
-    }
-    return totals, unknown
+    # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
+    trained_frac = min(1.0, training_s / elapsed) if training_s is not None and elapsed else None
+    used_frac = cpu_s / 3600 / cores if cpu_s is not None and cores else None
+    own = {"training_s": training_s, "training_efficiency_frac": trained_frac, "cpu_efficiency_frac": used_frac}
+    return totals | own, unknown

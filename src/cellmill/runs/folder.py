@@ -3,7 +3,8 @@
     status.json     written once, after the last step: the output the workflow waits for
     state.json      running, stopped or done, and the step: rewritten during training
     run.json        resolved options, digests and environment of the latest start
-    metrics.jsonl   the loss curve
+    metrics.jsonl   the loss curve: a JSON object per line. A resume truncates it to its checkpoint's step, so that each
+                    step is in it once however often the run was killed
     checkpoints/step-00000100/    DCP files, index.json, state.json; manifest.json has the size and SHA-256 of all
     jobs/           submissions to a cluster, see runs/jobs.py
     track/          what each tracker and observer was sent, see track/follow.py
@@ -13,17 +14,18 @@ A checkpoint is written to `….incomplete`, its manifest last, and then renamed
 refuse a run before it asks for a GPU.
 """
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cellmill.errors import DataError
-from cellmill.files import fsync, progress, read_json, sha256_file, write_json
+from cellmill.files import fsync, progress, read_json, sha256_file, write_json, write_text
 from cellmill.runs.lock import locked, user_name
 
 INCOMPLETE = ".incomplete"
@@ -44,10 +46,9 @@ class Checkpoint:
 
     def best_step(self) -> int | None:
         """Step with the lowest validation loss when it was saved; None if there was none, or if it is unreadable."""
-        try:
+        with suppress(DataError, KeyError, TypeError):
             return self.state()["progress"]["best_step"]
-        except (DataError, KeyError, TypeError):
-            return None
+        return None
 
     def verify(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
         """Raises DataError naming the first missing, truncated or changed file. Hashes tensors only with `contents`.
@@ -87,10 +88,9 @@ class TrainFolder:
 
     def state(self) -> str:
         """running, stopped or done, from state.json; empty if that file is missing or damaged."""
-        try:
+        with suppress(DataError, KeyError, TypeError):
             return str(read_json(self.path / "state.json")["state"])
-        except (DataError, KeyError, TypeError):
-            return ""
+        return ""
 
     def saved_step(self) -> int:
         """Step of the newest complete checkpoint; 0 if there is none."""
@@ -108,11 +108,10 @@ class TrainFolder:
 
     def set_damaged_aside(self, step: int) -> None:
         """Rename checkpoints later than `step`, which a resume has found damaged, so that they do not count."""
-        for checkpoint in self.checkpoints():
-            if checkpoint.step > step:
-                aside = checkpoint.path.with_name(checkpoint.path.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)
-                checkpoint.path.rename(aside)
+        for path in (checkpoint.path for checkpoint in self.checkpoints() if checkpoint.step > step):
+            aside = path.with_name(path.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
     def newest_whole(
         self,
@@ -128,8 +127,7 @@ class TrainFolder:
         damage = damage or (lambda checkpoint: checkpoint.damage(contents))
         damaged: list[str] = []
         for checkpoint in reversed(self.checkpoints() if checkpoints is None else checkpoints):
-            line = damage(checkpoint)
-            if line is None:
+            if (line := damage(checkpoint)) is None:
                 return checkpoint, damaged
             damaged.append(line)
         if damaged:
@@ -144,8 +142,7 @@ class TrainFolder:
         newest, _ = self.newest_whole()
         if newest is None:
             raise DataError(f"{self.checkpoint_folder}: no checkpoint; train the run first")
-        best_step = newest.state()["progress"]["best_step"]
-        if best_step is None or best_step == newest.step:
+        if (best_step := newest.state()["progress"]["best_step"]) in (None, newest.step):
             return newest
         return self.of_step(best_step, "the best checkpoint is missing; set consolidate.checkpoint: last")
 
@@ -219,3 +216,72 @@ class TrainFolder:
         busy = "another training is running here ({holder}); end it first, or give this run another name"
         with locked(self.path, busy, wait_s, follows) as descriptor:
             yield descriptor
+
+
+TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
+COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
+
+
+def cut_back(path: Path, step: int, copy: Path | None = None) -> None:
+    """Drop lines of steps after `step`, and a last line that a kill truncated; in `copy` if given."""
+    lines = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step]
+    write_text(copy or path, "".join(lines))
+
+
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Complete lines with a step in order, of the whole file or of its last bytes; empty if there is none."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
+        file.seek(start)
+        texts = file.read().split(b"\n")
+        return parsed(texts[1:] if start else texts)  # the first is incomplete
+    return []
+
+
+def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON objects with a step; what a kill truncated, is being written or is damaged is left out."""
+    lines = []
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+def progress_of(train: Path) -> dict[str, Any]:
+    """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before the first start."""
+    file, known = train / "state.json", dict[str, Any]()
+    if file.exists():
+        known = read_json(file)
+        if not isinstance(known, dict):
+            raise DataError(f"{file}: not a run's state; start the run again: it rewrites the file")
+    checkpoints = TrainFolder(train).checkpoints()
+    if checkpoints and checkpoints[-1].step > known.get("step", 0):
+        saved = checkpoints[-1].state()
+        known = {**known, "steps": saved["steps"], **saved["progress"]}
+    return known
+
+
+def training_seconds(train: Path) -> float | None:
+    """Seconds spent on the steps of the curve; None without a curve.
+
+    Each line of metrics.jsonl has the rate since the line before it: the sum of (steps between them) x (cells per
+    step) / (cells per second). Waiting for data is included; validation and checkpoints are not. Steps that were lost
+    with a job and repeated are in the curve once.
+    """
+    lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
+    if not lines:
+        return None
+    known, record = progress_of(train), train / "run.json"
+    if known.get("step") and known.get("cells"):
+        cells = known["cells"] / known["step"]
+    elif record.exists():  # before the first checkpoint
+        cells = read_json(record)["options"]["train"]["global_batch"]
+    else:
+        return None
+    before = [0, *(line["step"] for line in lines)]
+    return float(sum(max(0, line["step"] - last) * cells / line["cells_per_s"] for line, last in zip(lines, before)))
+
+
+def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Contents of status.json and state.json."""
+    return {"state": name, "steps": state["steps"], "world_size": state["world_size"], **state["progress"]}

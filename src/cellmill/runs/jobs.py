@@ -11,13 +11,12 @@
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
 
-A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name.
-submitit's pickled results are never read.
+A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name. submitit's
+pickled results are never read.
 
-`FOLDER/id.json` identifies a folder: the same by every path that leads to it, and new in a copy. It is made once and
-kept. It names its own inode and path: a folder seen under another path (a bind mount, a symbolic link, another mount
-point) has the same inode, and one on a file system whose inode numbers change has the same path. Where both differ the
-folder was copied, and gets an identity of its own.
+`FOLDER/id.json` identifies a folder: the same by every path that leads to it, and new in a copy. It names its own inode
+and path: a folder seen under another path has the same inode, and one on a file system whose inode numbers change has
+the same path. Where both differ the folder was copied.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import re
 import secrets
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +42,11 @@ NOT_LISTED = "NOT_LISTED"  # SLURM no longer knows the job
 OTHER_JOB = "OTHER_JOB"
 """SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
 UNKNOWN = "UNKNOWN"  # squeue gave no usable answer
-UNLISTED = "not in squeue"
-"""Reason of a state that sacct alone reports: the job may be one that the controller lost."""
-ALIVE = {
+UNLISTED = "not in squeue"  # reason of a state that sacct alone reports: the controller may have lost the job
+ALIVE = {  # states of jobs that hold nodes or are going to
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
     *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
 }
-"""States of jobs that hold nodes or are going to."""
 ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -79,12 +77,11 @@ NAME = "id.json"
 def folder_id(folder: Path) -> str | None:
     """The identity of `folder`, 12 hexadecimal digits; None if it has none yet. Changes no file."""
     file = folder / NAME
-    try:
+    with suppress(DataError, FileNotFoundError, KeyError, TypeError):
         value = read_json(file)
-        same = value["inode"] == file.stat().st_ino or value["path"] == str(file.resolve())
-        return str(value["id"]) if same else None
-    except (DataError, FileNotFoundError, KeyError, TypeError):
-        return None
+        if value["inode"] == file.stat().st_ino or value["path"] == str(file.resolve()):
+            return str(value["id"])
+    return None
 
 
 def make_folder_id(folder: Path) -> str:
@@ -121,7 +118,7 @@ class CommandError(Exception):
 def call(command: list[str], within_s: float | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command without the filters of the user's environment. Raises CommandError if it is missing or does not
     answer within `within_s` (default: `ANSWER_WITHIN_S`)."""
-    within_s, (program, *_) = within_s or ANSWER_WITHIN_S, command
+    within_s = within_s or ANSWER_WITHIN_S
     try:
         return subprocess.run(
             command,
@@ -139,7 +136,7 @@ def call(command: list[str], within_s: float | None = None, **environment: str) 
         trouble = "not on PATH"
     except OSError as error:
         trouble = NO_PROCESS if isinstance(error, BlockingIOError) else error.strerror
-    raise CommandError(f"{program}: {trouble}")
+    raise CommandError(f"{command[0]}: {trouble}")
 
 
 def ask(command: list[str], within_s: float | None = None, **environment: str) -> str:
@@ -160,9 +157,19 @@ def seconds(text: str) -> float | None:
     return ((24 * days + hours) * 60 + minutes) * 60 + rest
 
 
-CONNECTION = "connection.txt"
-LATE = "late.txt"
-CANCELLED = "cancelled"
+CONNECTION, LATE, CANCELLED = "connection.txt", "late.txt", "cancelled"
+
+
+def _requested(machine: Machine) -> dict[str, Any]:
+    """The request for a machine, as a record has it."""
+    return {
+        "slurm_partition": machine.slurm_partition,
+        "nodes": machine.nodes,
+        "nproc_per_node": machine.nproc_per_node,
+        "gpus_per_node": machine.gpus,
+        "cpus_per_node": machine.cpus,
+        "runtime": machine.runtime,
+    }
 
 
 @dataclass(frozen=True)
@@ -187,25 +194,12 @@ class JobRecord:
     @classmethod
     def of(cls, machine: Machine, path: Path, job_id: str, name: str) -> JobRecord:
         """The record of a job for `machine` that was submitted now."""
-        return cls(
-            path=path,
-            job_id=job_id,
-            name=name,
-            submitted_at=time.time(),
-            nodes=machine.nodes,
-            nproc_per_node=machine.nproc_per_node,
-            gpus_per_node=machine.gpus,
-            cpus_per_node=machine.cpus,
-            slurm_partition=machine.slurm_partition,
-            runtime=machine.runtime,
-            save_within_s=machine.save_within_s,
-        )
+        within_s = machine.save_within_s
+        return cls(path, job_id, name, time.time(), save_within_s=within_s, **_requested(machine))
 
     def changes(self, machine: Machine) -> list[str]:
         """Values that a job for `machine` would have instead: `nodes 2 -> 4`."""
-        other = JobRecord.of(machine, self.path, self.job_id, self.name)
-        names = ("slurm_partition", "nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "runtime")
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs = [(name, getattr(self, name), now) for name, now in _requested(machine).items()]
         return [f"{name} {before or 'none'} -> {now or 'none'}" for name, before, now in pairs if before != now]
 
     @property
@@ -223,28 +217,27 @@ class JobRecord:
         """The line that a process or node left about what went wrong."""
         return error_line(self.path)
 
-    def attempts(self) -> list[dict[str, Any]]:
-        """Contents of its attempt files, oldest first."""
-        return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]
-
     @property
     def late(self) -> str | None:
         """The line about nodes that had not joined when its last start ended; None if all had."""
         return error_line(self.path, LATE)
 
+    def attempts(self) -> list[dict[str, Any]]:
+        """Contents of its attempt files, oldest first."""
+        return [read_json(path) for path in sorted(self.path.glob("attempt-*.json"))]
+
     def write(self) -> JobRecord:
         """Write job.json; return the record."""
-        write_json(self.path / "job.json", self.value())
+        write_json(self.path / "job.json", self._value())
         return self
 
     def write_state(self, state: str, reason: str = "", ended: bool = False) -> JobRecord:
         """The record with a new state, written if the disk has room."""
         record = replace(self, state=state, reason=reason, ended_at=time.time() if ended else None)
-        write_if_room(self.path / "job.json", record.value())
+        write_if_room(self.path / "job.json", record._value())
         return record
 
-    def value(self) -> dict[str, Any]:
-        """Contents of job.json."""
+    def _value(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
@@ -264,12 +257,13 @@ class Jobs:
     def all(self) -> list[JobRecord]:
         """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
         records = []
-        for file in (folder / "job.json" for folder in self._folders()):
-            try:
-                records += [JobRecord(path=file.parent, **read_json(file))] if file.exists() else []
-            except (DataError, TypeError):
-                remedy = "remove the file: a job that is still alive is then found by its name"
-                raise DataError(f"{file}: not a job record; {remedy}") from None
+        for folder in self._folders():
+            if (file := folder / "job.json").exists():
+                try:
+                    records.append(JobRecord(path=folder, **read_json(file)))
+                except (DataError, TypeError):
+                    remedy = "remove the file: a job that is still alive is then found by its name"
+                    raise DataError(f"{file}: not a job record; {remedy}") from None
         return records
 
     def newest(self) -> JobRecord | None:

@@ -51,10 +51,9 @@ class Holder:
     def read(cls, file: TextIO) -> Holder:
         """The holder written in an open lock file; an empty one if it cannot be read."""
         file.seek(0)
-        try:
+        with suppress(ValueError, TypeError):  # half written
             return cls(**json.loads(file.read()))
-        except (ValueError, TypeError):  # half written
-            return cls()
+        return cls()
 
     @property
     def text(self) -> str:
@@ -154,8 +153,7 @@ class Claim:
 
     def renew(self) -> None:
         """Say that this job lives, if it is time to. Raises Claimed if another job has taken the folder over."""
-        now = time.monotonic()
-        if now - self.renewed < RENEW_S:
+        if (now := time.monotonic()) - self.renewed < RENEW_S:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
@@ -193,12 +191,10 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
 def claimant(folder: Path, after_ns: int = 0) -> str:
     """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`, a modification
     time of the same file system; otherwise empty."""
-    newest = _newest(folder / "claims")
-    sign = None if newest is None else _last_sign(newest)
-    if newest is None or sign is None or sign[1] >= LEASE_S or sign[0] <= after_ns:
+    if (newest := _newest(folder / "claims")) is None or (sign := _last_sign(newest)) is None:
         return ""
     job, released = _read(newest)
-    return "" if released else job
+    return "" if released or sign[1] >= LEASE_S or sign[0] <= after_ns else job
 
 
 def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) -> None:
@@ -214,10 +210,9 @@ def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) ->
         if released or (modified == first and silent_s >= LEASE_S):
             return
         if modified != first:
-            folder = newest.parent.parent
-            if other == job:  # SLURM lost the node of its first start and requeued it
-                raise Claimed(f"an earlier start of job {job} is training in {folder}; this start ends")
-            raise Claimed(f"job {other} is training in {folder}; job {job} ends")
+            # of one job, if SLURM lost the node of its first start and requeued it
+            lives, ends = ("an earlier start of job", "this start") if other == job else ("job", f"job {job}")
+            raise Claimed(f"{lives} {other} is training in {newest.parent.parent}; {ends} ends")
         wait(TICK_S)
 
 
@@ -227,11 +222,10 @@ def _newest(claims: Path) -> Path | None:
 
 def _read(file: Path) -> tuple[str, bool]:
     """The job of a claim, empty while it is being written, and if it has released the claim."""
-    try:
+    with suppress(DataError, KeyError, TypeError):
         claim = read_json(file)
         return str(claim["job"]), bool(claim["released"])
-    except (DataError, KeyError, TypeError):
-        return "", False
+    return "", False
 
 
 def _last_sign(file: Path) -> tuple[int, float] | None:
@@ -269,11 +263,9 @@ class FolderWatch:
 
     def check(self, end: str = "") -> None:
         """Raises FolderDeleted once the folder has been gone for a while. `end` says what became of the training."""
-        if not self.gone():
-            self._gone_since = 0.0
-            return
-        self._gone_since = self._gone_since or time.monotonic()
-        if time.monotonic() - self._gone_since >= SURE_S:
+        now = time.monotonic()
+        self._gone_since = (self._gone_since or now) if self.gone() else 0.0
+        if self._gone_since and now - self._gone_since >= SURE_S:
             raise FolderDeleted(f"{self.folder}: the run's folder was deleted{end}")
 
     def wait(self) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TOLERANCE = 5e-4  # differences below this print as 0.000: the two are level
-FEWEST = 3
-"""Independent units from which an interval is of use: with two, the quantile of Student's t is 12.7."""
+FEWEST = 3  # independent units from which an interval is of use: with two, the quantile of Student's t is 12.7
 Outcome = Literal["ahead", "level", "behind", "undecided"]
 
 

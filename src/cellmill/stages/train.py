@@ -36,10 +36,9 @@ from cellmill.planner.inputs import (
     open_corpus,
     vectors_digest,
 )
-from cellmill.runs.branch import begin_branch
 from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import changed_keys, check_data, identity, is_done
+from cellmill.runs.identity import begin_branch, changed_keys, check_data, identity, is_done
 from cellmill.runs.lock import FolderWatch
 from cellmill.track.follow import followed
 
@@ -58,8 +57,8 @@ def train(
 ) -> None:
     """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
 
-    With `trunk`, the folder of a checkpoint of another run, this one continues from there (`runs.branch`). `teacher` is
-    a folder of stage teach. Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
+    With `trunk`, the folder of a checkpoint of another run, it continues from there. `teacher` is a folder of stage
+    teach. Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
     """
     shards, n_cells, fingerprint = open_corpus(options, manifest)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)

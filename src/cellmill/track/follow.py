@@ -33,9 +33,8 @@ from cellmill.config.plugin import Plugin, in_one_line
 from cellmill.errors import DataError, Stopped
 from cellmill.files import read_json, sha256_file
 from cellmill.launch.signals import die_with_parent
-from cellmill.runs.folder import TrainFolder
+from cellmill.runs.folder import TrainFolder, parsed
 from cellmill.runs.lock import locked
-from cellmill.runs.progress import parsed
 from cellmill.track.tracker import ArtifactTracker
 
 
@@ -52,10 +51,8 @@ class Sent:
     @classmethod
     def read(cls, path: Path, new_id: str) -> "Sent":
         """The record at `path`; a new one if there is none. Raises DataError if it is damaged."""
-        if not path.exists():
-            return cls(new_id)
         try:
-            return cls(**read_json(path))
+            return cls(**read_json(path)) if path.exists() else cls(new_id)
         except TypeError:
             raise DataError(f"{path}: not a record of what was sent; remove it to send all again") from None
 
@@ -88,19 +85,16 @@ class CurveTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Lines since the last call; empty if there is no file. Raises OSError if it cannot be read."""
-        try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed by the with below
-        except FileNotFoundError:
-            return []
-        with file:
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
                 self._inode, self._position = status.st_ino, 0
             file.seek(self._position)
             text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._position += len(complete)
-        return parsed(complete.splitlines())
+            complete = text[: text.rfind(b"\n") + 1]
+            self._position += len(complete)
+            return parsed(complete.splitlines())
+        return []
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -152,11 +146,11 @@ class Follower:
         """
         with locked(self.made_folder(), "{holder} sends this run to the same tracker", wait_s=10.0):
             self._sent = Sent.read(self._record, secrets.token_hex(16))
-            status = ""
-            while not status:
-                status = ended()
+            while not (status := ended()):
                 self.send()
-            self._finish(status)
+            self.send()
+            if not self._observes:
+                self._finish(status)
 
     def made_folder(self) -> Path:
         """The follower's folder. Made in the run's own, which must exist."""
@@ -173,23 +167,20 @@ class Follower:
                 for line in lines[first : first + LINES]:
                     if self._observes:
                         (plugin.on_validation if "val_loss" in line else plugin.on_step)(line)
-                    elif scalars := numbers({name: value for name, value in line.items() if name != "step"}):
+                    elif scalars := numbers(line):
                         plugin.log(line["step"], scalars)
                     self._sent.note(line)
                     self.n_lines += 1
             finally:  # one that raises has the lines before
                 self._sent.write(self._record)
         if self._observes and self._plugin is not None:
-            checkpoints = TrainFolder(self._train).checkpoints()
-            for checkpoint in (new := [each for each in checkpoints if each.step > self._sent.checkpoint]):
-                self._plugin.on_checkpoint(checkpoint.path)
-            if new:
-                self._sent.checkpoint = new[-1].step
-                self._sent.write(self._record)
+            for checkpoint in TrainFolder(self._train).checkpoints():
+                if checkpoint.step > self._sent.checkpoint:
+                    self._plugin.on_checkpoint(checkpoint.path)
+                    self._sent.checkpoint = checkpoint.step
+                    self._sent.write(self._record)
 
     def _finish(self, status: str) -> None:
-        if self._observes:
-            return
         run = self._train.parent
         paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
         hashes = {name: sha256_file(path) for name, path in paths.items() if path.is_file()} if self._sent.step else {}
@@ -219,10 +210,10 @@ class Follower:
         return self._plugin
 
 
-def numbers(scalars: dict[str, Any]) -> dict[str, int | float]:
-    """Numbers of a line: the largest of a list over ranks, and no text."""
-    largest = {name: max(value) if isinstance(value, list) and value else value for name, value in scalars.items()}
-    return {name: value for name, value in largest.items() if isinstance(value, int | float)}
+def numbers(line: dict[str, Any]) -> dict[str, int | float]:
+    """Numbers of a line but its step: the largest of a list over ranks, and no text."""
+    largest = {name: max(value) if isinstance(value, list) and value else value for name, value in line.items()}
+    return {name: value for name, value in largest.items() if isinstance(value, int | float) and name != "step"}
 
 
 def without_secrets(text: str) -> str:
@@ -280,12 +271,12 @@ def supervise(train: Path, finish_s: float) -> None:
         """Forget children that have ended, with a warning of one that could print none."""
         for pid, (options, _) in list(children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status)
-            if ended and code not in (FINISHED, WARNED):
+            if not ended:
+                continue
+            del children[pid]
+            if (code := os.waitstatus_to_exitcode(status)) not in (FINISHED, WARNED):
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 warn(train, options, f"failed and is dropped: its process ended with {how}")
-            if ended:
-                del children[pid]
 
     while children and not _readable(0, POLL_S):
         reap()

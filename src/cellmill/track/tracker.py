@@ -3,7 +3,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from cellmill.files import span
 
 
 class Tracker(Protocol):
@@ -40,19 +42,16 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[str] | None = None
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - until finish
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        assert self._file is not None, "start comes first"
         self._file.write(json.dumps({"step": step} | scalars) + "\n")
         self._file.flush()
 
     def finish(self, status: str) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class ConsoleTracker:
@@ -64,36 +63,23 @@ class ConsoleTracker:
         self.terminal = sys.stdout.isatty()
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        head = f"step {step}/{self.steps}"
+        text, bar, end = f"step {step}/{self.steps}  ", "", "\n"
         if "val_loss" in scalars:
-            self._print(f"{head}  validation loss {scalars['val_loss']:.4f}")
-            return
-        if "skipped" in scalars:
+            text += f"validation loss {scalars['val_loss']:.4f}"
+        elif "skipped" in scalars:
             so_far = f"; {scalars['skipped_steps']} steps so far" if "skipped_steps" in scalars else ""
-            self._print(f"{head}  skipped: {scalars['skipped']}{so_far}")
-            return
-        text = (
-            f"{head}  loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
-            f"waiting for data {scalars['data_wait_frac']:.0%}  left {_clock(scalars['left_s'])}"
-        )
-        if not self.terminal:
-            self._print(text)
-            return
-        done = round(20 * step / self.steps)
-        print(f"\r\x1b[K[{'#' * done}{'.' * (20 - done)}] {text}", end="\n" if step == self.steps else "", flush=True)
+            text += f"skipped: {scalars['skipped']}{so_far}"
+        else:
+            text += f"loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
+            text += f"waiting for data {scalars['data_wait_frac']:.0%}  left {span(scalars['left_s'])}"
+            if self.terminal:
+                done = round(20 * step / self.steps)
+                bar, end = f"[{'#' * done}{'.' * (20 - done)}] ", "\n" if step == self.steps else ""
+        print(f"\r\x1b[K{bar}{text}" if self.terminal else text, end=end, flush=True)
 
     def finish(self, status: str) -> None:
         if self.terminal:
             print(flush=True)
-
-    def _print(self, text: str) -> None:
-        print(f"\r\x1b[K{text}" if self.terminal else text, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Observer(Protocol):

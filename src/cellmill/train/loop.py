@@ -39,8 +39,7 @@ from cellmill.parallel.stages import PipelineStages
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import Flops
-from cellmill.runs.folder import TrainFolder
-from cellmill.runs.progress import cut_back, status
+from cellmill.runs.folder import TrainFolder, cut_back, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints

@@ -22,7 +22,7 @@ from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.stages import PipelineStages, any_part, last_part
-from cellmill.runs.progress import COLLAPSED
+from cellmill.runs.folder import COLLAPSED
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 
