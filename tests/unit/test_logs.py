@@ -17,9 +17,9 @@ from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
 from cellmill.runs.jobs import JobRecord, JobState
 from tests.distributed.command import wait_for
-from tests.unit.test_status import RUNNING, checkpoint, cli, command, hold, holders, job, results, run_of, squeue
+from tests.unit.test_status import RUNNING, Cli, Hold, checkpoint, cli, command, hold, job, results, run_of, squeue
 
-__all__ = ["holders", "results"]
+__all__ = ["cli", "hold", "results"]
 
 
 class Command:
@@ -71,9 +71,9 @@ def local_log(results: Path, text: str) -> Path:
     return path
 
 
-def test_the_log_is_that_of_the_newest_training(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_is_that_of_the_newest_training(results: Path, cli: Cli) -> None:
     def logs() -> str:
-        return "".join(cli(results, capsys, "logs", "one")[1:])
+        return "".join(cli("logs", "one")[1:])
 
     train = run_of(results, "one")
     beside = results.parent / "logs/train/one.log"
@@ -100,12 +100,10 @@ def test_a_closed_pipe_is_no_error(results: Path) -> None:
     assert (reading.wait(200), reading.stderr.read()) == (0, "")
 
 
-def test_a_local_training_is_followed_until_its_lock_is_free(
-    results: Path, holders: list[subprocess.Popen[str]]
-) -> None:
+def test_a_local_training_is_followed_until_its_lock_is_free(results: Path, hold: Hold) -> None:
     train = run_of(results, "one", state=RUNNING)
     log = local_log(results, "step 100/600\n")
-    process = hold(train, holders)
+    process = hold(train)
     checkpoint(train, 100)
     following = [Command(results, "logs", "one", "--follow"), Command(results, "attach", "one")]
     for line in ("step 100/600\n", "step 200/600\n"):
@@ -203,23 +201,21 @@ def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["attach", "cancel"])
-def test_a_run_without_a_job_or_training_is_one_line(
-    results: Path, capsys: pytest.CaptureFixture[str], stage: str
-) -> None:
+def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, stage: str) -> None:
     record = job(run_of(results, "one"), ended_at=time.time(), state="COMPLETED")
     squeue(results, f"41|COMPLETED|None||{record.name}")
     line = "one: no job is queued or running, and no training runs on this machine\n"
     # nothing left to cancel is success; nothing to attach to is an error
     expected = (0, line, "") if stage == "cancel" else (2, "", f"cellmill attach: {line}")
-    assert cli(results, capsys, stage, "one") == expected
+    assert cli(stage, "one") == expected
     (results.parent / "bin" / "squeue").unlink()
-    assert cli(results, capsys, stage, "one") == expected
+    assert cli(stage, "one") == expected
     command(results, "squeue", "echo down >&2; exit 1")
     silent = f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n"
-    assert cli(results, capsys, stage, "one") == (2, "", silent)
+    assert cli(stage, "one") == (2, "", silent)
 
 
-def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train, state="RUNNING")
@@ -230,7 +226,7 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
         "cancelling job 41\njob 41 may save for 120 s; interrupt again to end it at once\n"
         "cancelled job 41; saved at step 100; train resumes from there\n"
     )
-    assert cli(results, capsys, "cancel", "one") == (0, printed, "")
+    assert cli("cancel", "one") == (0, printed, "")
     assert (results.parent / "scancelled").read_text() == (
         f"--name={record.name} --signal=USR2 41\n--name={record.name} 41\n"
     )
@@ -238,21 +234,19 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, capsys: pytest
     assert (written["state"], written["ended_at"] is not None) == ("CANCELLED", True)
 
 
-def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, cli: Cli) -> None:
     record = job(run_of(results, "one"))
     (record.path / "job.json").unlink()
     command(results, "scancel", f": > {Listing(results, record, 'PENDING', 'Priority').file}")
-    assert "cancelled job 41; saved at step 0" in cli(results, capsys, "cancel", "one")[1]
+    assert "cancelled job 41; saved at step 0" in cli("cancel", "one")[1]
     assert not (record.path / "job.json").exists()
 
 
-def test_a_training_on_this_machine_is_asked_to_end(
-    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_on_this_machine_is_asked_to_end(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, ended_at=1.0, state="TIMEOUT")  # of a cluster that no longer exists: not asked
-    process = hold(train, holders)
-    code, printed, _ = cli(results, capsys, "cancel", "one")
+    process = hold(train)
+    code, printed, _ = cli("cancel", "one")
     assert (code, process.wait(100)) == (0, -signal.SIGTERM)
     assert re.fullmatch(
         rf"asking process {process.pid} of \S+ on \S+ to save and end\n"
@@ -261,11 +255,9 @@ def test_a_training_on_this_machine_is_asked_to_end(
     )
 
 
-def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(
-    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
-    process = hold(train, holders)
+    process = hold(train)
     holder = json.loads((train / "lock").read_text())
     with open(train / "lock", "r+") as file:  # the same file: another would not be locked
         file.truncate()
@@ -274,5 +266,5 @@ def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(
         f"cellmill cancel: {train}: trained by process {process.pid} of {holder['user']} on login7: run cellmill "
         "cancel on login7\n"
     )
-    assert cli(results, capsys, "cancel", "one") == (2, "", refused)
+    assert cli("cancel", "one") == (2, "", refused)
     assert process.poll() is None

@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_f
 from cellmill.runs.jobs import JobRecord, Jobs, JobState
 from cellmill.runs.lock import claim
 
+Hold = Callable[..., subprocess.Popen[str]]
+Cli = Callable[..., tuple[int, str, str]]
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -37,21 +40,28 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def holders() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that hold a lock, ended with the test."""
+def hold() -> Iterator[Hold]:
+    """A function that starts a process which holds the lock of a training folder, and ends with the test."""
     started: list[subprocess.Popen[str]] = []
-    yield started
+
+    def start(train: Path, *follows: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(train), *follows], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+    yield start
     for process in started:
         process.kill()
         process.wait()
 
 
-def hold(train: Path, holders: list[subprocess.Popen[str]], follows: bool = False) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HOLD, str(train), *(["follows"] if follows else [])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    holders.append(process)
-    assert process.stdout.readline() == "locked\n"
-    return process
+@pytest.fixture
+def cli(results: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """A function that gives exit code, output and error of a command."""
+    return lambda *words: (main([*words, "--results", str(results)]), *capsys.readouterr())
 
 
 def command(results: Path, name: str, script: str) -> None:
@@ -101,26 +111,14 @@ def checkpoint(train: Path, step: int) -> None:
 RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
 
 
-def cli(results: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, output and error of a command."""
-    return (main([*words, "--results", str(results)]), *capsys.readouterr())
-
-
-def status(results: Path, capsys: pytest.CaptureFixture[str], *runs: str) -> str:
-    assert main(["status", *runs, "--results", str(results)]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_table_says_where_each_run_stands(
-    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cli) -> None:
     (results / "runs" / "a-new" / "train").mkdir(parents=True)
     done = run_of(results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600})
     curve(done, {"step": 600, "loss": 0.51234}, age_s=7300)
     here = run_of(results, "c-here", state=RUNNING)
     curve(here, *({"step": s, "loss": 1 / s, "left_s": 3.0 * (480 - s)} for s in range(200, 241, 10)), {"step": 240})
     checkpoint(here, 200)
-    hold(here, holders)
+    hold(here)
     killed = run_of(results, "d-killed", state=RUNNING)
     curve(killed, {"step": 130, "loss": 0.25, "cells_per_s": 32.0})
     broken = {"started_at": time.time() - 60, "ended_at": time.time(), "how": "FAILED"}
@@ -139,92 +137,86 @@ def test_the_table_says_where_each_run_stands(
         f"42|RUNNING|None|node[1-2]|{second.name}",
         "43|RUNNING|None|node3|somebody's own",
     )
-    assert "\n" + status(results, capsys) == TABLE
+    assert "\n" + cli("status")[1] == TABLE
     lost = claim(failed.path.parents[1], "77")  # of its first start
     os.utime(lost.file, (time.time() - 9, time.time() - 9))
     (failed.path / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
-    assert "\n" + status(results, capsys) == TABLE, "the claim is older than the end of the job"
+    assert "\n" + cli("status")[1] == TABLE, "the claim is older than the end of the job"
     os.utime(lost.file, (time.time() + 1, time.time() + 1))
     line = (
         f"job 77 still trains on node3, which SLURM may have lost; to let it save and end, run there: `pkill -f "
         f"{failed.path.parents[1]}`\n"
     )
-    assert "h-failed     running " in (shown := status(results, capsys))
+    assert "h-failed     running " in (shown := cli("status")[1])
     assert shown.endswith(f"h-failed: {line}")
-    code, _, error = cli(results, capsys, "cancel", "h-failed")
+    code, _, error = cli("cancel", "h-failed")
     assert (code, error) == (2, f"cellmill cancel: {line}")
 
 
-def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, cli: Cli) -> None:
     job(run_of(results, "one"), state="RUNNING")
     head = "run  state    step  loss  job  slurm    left  saved  last line\n"
     row = "one  running     -     -  41   RUNNING     -      -          -\n"
-    assert status(results, capsys) == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
+    assert cli("status")[1] == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
     command(results, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert status(results, capsys) == head + row + (
+    assert cli("status")[1] == head + row + (
         "no usable answer from squeue (squeue: slurm_load_jobs error: Unable to contact slurm controller): jobs are "
         "shown as last recorded\n"
     )
     command(results, "squeue", "echo '<html>503</html>'")
-    assert "(squeue answered '<html>503</html>')" in status(results, capsys)
+    assert "(squeue answered '<html>503</html>')" in cli("status")[1]
 
 
-def test_a_job_that_can_never_start_is_named_with_the_key_to_change(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_can_never_start_is_named_with_the_key_to_change(results: Path, cli: Cli) -> None:
     record = job(run_of(results, "one"))
     squeue(results, f"41|PENDING|PartitionTimeLimit||{record.name}")
-    assert status(results, capsys).splitlines()[2:] == [
+    assert cli("status")[1].splitlines()[2:] == [
         "one: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the partition allows: lower it in the "
         "profile"
     ]
 
 
-def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli: Cli) -> None:
     record = job(run_of(results, "one", state=RUNNING), state="RUNNING")
     squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
-    assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in status(results, capsys)
+    assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in cli("status")[1]
     squeue(results)
-    assert "one  stopped  100/600     -  41   NOT_LISTED" in status(results, capsys)
+    assert "one  stopped  100/600     -  41   NOT_LISTED" in cli("status")[1]
     command(results, "sacct", "echo FAILED")
-    assert "one  failed  100/600     -  41   FAILED" in status(results, capsys)
+    assert "one  failed  100/600     -  41   FAILED" in cli("status")[1]
     assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", "status changes no file"
 
 
-def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, cli: Cli) -> None:
     train = run_of(results, "one")
     (train / "jobs" / "001").mkdir(parents=True)
     squeue(results, f"55|PENDING|Priority||{Jobs(train).name('001')}")
-    assert "one  queued     -     -  55   PENDING (Priority)" in status(results, capsys)
+    assert "one  queued     -     -  55   PENDING (Priority)" in cli("status")[1]
 
 
-def test_an_allocation_that_outlives_its_training_is_not_running(
-    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_allocation_that_outlives_its_training_is_not_running(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, state="RUNNING")
     squeue(results, "41|RUNNING|None|node1|interactive")
-    assert "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in status(results, capsys)
-    hold(train, holders)
-    assert "one  running  100/600     -  41   RUNNING" in status(results, capsys)
+    assert "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in cli("status")[1]
+    hold(train)
+    assert "one  running  100/600     -  41   RUNNING" in cli("status")[1]
 
 
-def test_a_launcher_between_two_jobs_counts_as_queued(
-    results: Path, holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_between_two_jobs_counts_as_queued(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, state="TIMEOUT", ended_at=time.time())
-    hold(train, holders, follows=True)
-    assert "one  queued  100/600     -  41   TIMEOUT" in status(results, capsys)
+    hold(train, "follows")
+    assert "one  queued  100/600     -  41   TIMEOUT" in cli("status")[1]
 
 
-def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
     run_of(results, "bad")
     (results / "runs/bad/train/state.json").write_text('{"state": "run')
     run_of(results, "odd", state=[1])
     run_of(results, "old", local=[{"started_at": 1.0}])
     run_of(results, "well", state=RUNNING)
-    printed = status(results, capsys).splitlines()
+    printed = cli("status")[1].splitlines()
     states = [["bad", "?"], ["odd", "?"], ["old", "?"], ["well", "stopped"]]
     assert [line.split()[:2] for line in printed[1:5]] == states
     assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
@@ -243,27 +235,23 @@ def test_one_damaged_run_hides_no_other(results: Path, capsys: pytest.CaptureFix
         ("..", "'..': no such run in {runs}; there are: one, two"),
     ],
 )
-def test_an_unknown_run_is_answered_with_the_existing_ones(
-    results: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
-) -> None:
+def test_an_unknown_run_is_answered_with_the_existing_ones(results: Path, cli: Cli, name: str, message: str) -> None:
     run_of(results, "one")
     run_of(results, "two")
     said = message.replace("{runs}", str(results / "runs"))
     for stage in ("status", "attach", "cancel", "logs"):
-        assert cli(results, capsys, stage, name) == (2, "", f"cellmill {stage}: {said}\n")
+        assert cli(stage, name) == (2, "", f"cellmill {stage}: {said}\n")
 
 
-def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "results"
+def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(results: Path, cli: Cli) -> None:
+    shutil.rmtree(results)
     line = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
     for stage in (["status"], ["logs", "one"]):
-        assert cli(results, capsys, *stage) == (2, "", f"cellmill {stage[0]}: {line}")
-    (tmp_path / "workflow").mkdir()  # before the first run a workflow has no such folder
-    assert cli(results, capsys, "status") == (0, f"{results}/runs: no run yet\n", "")
+        assert cli(*stage) == (2, "", f"cellmill {stage[0]}: {line}")
+    (results.parent / "workflow").mkdir()  # before the first run a workflow has no such folder
+    assert cli("status") == (0, f"{results}/runs: no run yet\n", "")
     unknown = f"cellmill logs: 'one': no such run in {results}/runs; no run yet\n"
-    assert cli(results, capsys, "logs", "one") == (2, "", unknown)
+    assert cli("logs", "one") == (2, "", unknown)
 
 
 TABLE = """
@@ -281,9 +269,7 @@ f-waits: job 41: PENDING (Resources): it starts as soon as enough nodes are free
 """
 
 
-def test_status_names_the_stages_of_this_workflow_that_wait_or_run(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path, cli: Cli) -> None:
     here, elsewhere = results.parent, results
     (here / ".snakemake").mkdir()
     run_of(results, "one")
@@ -296,7 +282,7 @@ def test_status_names_the_stages_of_this_workflow_that_wait_or_run(
         f"11|PENDING|Priority|30:00|1|rule_shard_wildcards_sim|{elsewhere}",
         f"12|PENDING|Resources|30:00|2|(null)|{here}",
     )
-    assert status(results, capsys).splitlines()[2:] == [
+    assert cli("status")[1].splitlines()[2:] == [
         "stage embed: 2 jobs (7, 8): PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
         "lower it in the profile",
         "stage vocabulary: job 9: PENDING (Priority): jobs of higher priority come first",
@@ -400,7 +386,7 @@ def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_rea
     assert line.startswith("cellmill: stage embed: sbatch refused the job: no QOS; ")
 
 
-def test_stages_that_run_say_how_far_they_are(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_that_run_say_how_far_they_are(results: Path, cli: Cli) -> None:
     line = "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left"
     logs = {
         "preprocess/c.kang.log": f"a warning\n{line}\n".encode(),
@@ -414,6 +400,6 @@ def test_stages_that_run_say_how_far_they_are(results: Path, capsys: pytest.Capt
         path.write_bytes(content)
     os.utime(results.parent / "logs/embed/killed.log", (time.time() - 600, time.time() - 600))
     os.utime(results.parent / "logs/preprocess/c.kang.log", (time.time() - 20, time.time() - 20))
-    head, stages = status(results, capsys).splitlines()
+    head, stages = cli("status")[1].splitlines()
     assert head == f"{results / 'runs'}: no run yet"
     assert re.fullmatch(rf"{re.escape(line)} \(2\d s ago\)", stages)
