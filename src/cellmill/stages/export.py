@@ -40,9 +40,6 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     """Export the chosen checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
-    if not isinstance(state, dict) or (lacking := sorted({"identity", "options", "progress"} - state.keys())):
-        problem = f"{lacking[0]} is missing" if isinstance(state, dict) else "expected a mapping"
-        raise DataError(f"{checkpoint.path / 'state.json'}: {problem}; train it again")
     if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
         raise DataError(
             f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
