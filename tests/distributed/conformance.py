@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cellmill.config.parts.optimizers import OptimizerConfig
+from cellmill.config.parts.methods import OptimizerConfig
 from tests.distributed.conftest import options
 from tests.models import split
 

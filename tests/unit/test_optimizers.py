@@ -12,7 +12,7 @@ from torch import nn
 
 from cellmill.config import plugin
 from cellmill.config.checks import check_together
-from cellmill.config.parts.optimizers import AdamWConfig, OptimizerConfig
+from cellmill.config.parts.methods import AdamWConfig, OptimizerConfig
 from cellmill.config.run import Train, learning_rate
 from cellmill.errors import ConfigError
 from cellmill.train import optimizer as optimizers

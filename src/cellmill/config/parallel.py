@@ -153,19 +153,12 @@ def _check_divides(name: str, size: int, number: int, what: str) -> None:
         raise ConfigError(f"parallel.{name} {size} does not divide {what}; use {possible}, or change the profile")
 
 
-Style = Literal["columns", "rows", "vocabulary", "norm", "enter", "leave"]
-"""Sharding of one module.
-
-columns
-    A linear layer sharded by outputs: by whole heads, or by feed-forward width.
-rows
-    The linear layer after it, sharded by inputs; its outputs are summed over ranks.
-vocabulary
-    An embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`.
-norm
-    A replicated module between two sharded ones: with sequence parallel it sees this rank's tokens.
-enter
-    A module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens.
-leave
-    The first module that needs all tokens again.
-"""
+Style = Literal[
+    "columns",  # a linear layer sharded by outputs: by whole heads, or by feed-forward width
+    "rows",  # the linear layer after it, sharded by inputs; its outputs are summed over ranks
+    "vocabulary",  # an embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`
+    "norm",  # a replicated module between two sharded ones: with sequence parallel it sees this rank's tokens
+    "enter",  # a module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens
+    "leave",  # the first module that needs all tokens again
+]
+"""Sharding of one module."""

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from cellmill.config.parts.optimizers import Optimizer
-from cellmill.config.section import EachOnce, Section, one_message
+from cellmill.config.parts.methods import Optimizer
+from cellmill.config.section import EachOnce, Section, leaving_out, one_message
 
 
 class Stream(Section):
@@ -54,6 +54,8 @@ class Stream(Section):
     stage_limit_gb: float | None = Field(None, gt=0)
     """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free."""
 
+    _dump = leaving_out("labelled_frac")
+
     def train_cells(self, n: int) -> int:
         """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
         return max(1, round(self.train_frac * n)) if n else 0
@@ -61,12 +63,6 @@ class Stream(Section):
     def problems(self) -> Iterator[str]:
         if self.weight_start_exponent and not self.weight_warmup_steps:
             yield "weight_start_exponent requires weight_warmup_steps, got 0; set both, or neither"
-
-    @model_serializer(mode="wrap")
-    def _without_labelled_frac(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options without `labelled_frac` where there is none: earlier runs stay as they are."""
-        tree: dict[str, Any] = handler(self)
-        return {key: value for key, value in tree.items() if key != "labelled_frac" or value is not None}
 
     def weights_column(self) -> dict[str, str]:
         """obs column by which cells are weighted, and the option that names it; empty without weights."""

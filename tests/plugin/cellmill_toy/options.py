@@ -6,9 +6,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from cellmill.config.parts.family import FamilyConfig
-from cellmill.config.parts.methods import MethodConfig
+from cellmill.config.parts.methods import MethodConfig, OptimizerConfig
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.optimizers import OptimizerConfig
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig

@@ -19,10 +19,9 @@ class GeneVectorsConfig(Section):
     """Pretrained gene vectors from a file, for example of a protein or text model."""
 
     gene_vectors: str | None = None
-    """File with a vector per gene, by Ensembl id or symbol: .npy with shape (genes, dim) and the names, one per line,
-    in the file of the same name with .genes.txt in place of .npy; .safetensors with a tensor per name; or .tsv or .csv
-    with a gene and its numbers per line. The vector is projected by a learned matrix and added to the gene's learned
-    embedding; a gene without a vector has only the learned embedding."""
+    """File with a vector per gene, by Ensembl id or symbol: NAME.npy with shape (genes, dim), and the names, one per
+    line, in NAME.genes.txt; .safetensors with a tensor per name; or .tsv or .csv with a gene and its numbers per line.
+    A learned projection of it is added to the gene's learned embedding; a gene without a vector has this alone."""
     gene_vector_dim: int | None = Field(None, ge=1)
     """Dimension of the vectors; null means no vectors. Without a file the vectors are those of init_from."""
     train_gene_vectors: bool = Field(False, description="Also train the vectors; otherwise their projection alone.")

@@ -1,11 +1,13 @@
-"""Options of fine-tuning methods: the contract, and the built-in ones.
+"""Options of fine-tuning methods and of optimizers: their contracts, and the built-in ones.
 
 `train.lr` is the rate of an objective's heads; methods set the rate of the trunk, the rest of the model, as a fraction.
+`train.optimizer` is a name, or a mapping with `name`; learning rate, weight decay and the decay rates of AdamW are
+options of the section `train`, which every optimizer gets.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, model_serializer
 
 from cellmill.config.plugin import Plugin
 
@@ -73,3 +75,66 @@ class LoraConfig(MethodConfig):
     targets: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks."""
     trunk_lr_frac: float = Field(0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr.")
+
+
+class OptimizerConfig(Plugin):
+    """Base of every optimizer's options.
+
+    `implementation` is called with the parameter groups and the section `train`, and returns a `torch.optim.Optimizer`
+    (`cellmill.train.optimizer.build_optimizer` has the groups' keys). Its state must start as zeros.
+    """
+
+    kind: ClassVar[str] = "optimizer"
+    default: ClassVar[str | None] = "adamw"
+
+    state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
+    """State of a parameter in checkpoints: `step` is a float32 scalar, the others have the parameter's shape."""
+    matrix_state_names: ClassVar[tuple[str, ...] | None] = None
+    """State of a matrix of the blocks, for an optimizer that treats these differently: their groups have `matrices`
+    true, and the optimizer itself has to exchange whole matrices (`cellmill.train.muon`)."""
+    fused: ClassVar[bool] = False
+    """Whether `found_inf`, an attribute set before each step, is read on the device: where it is 1 the step changes
+    nothing. For others the host waits at each step. torch's `fused=True` needs a sharding strategy of DTensor."""
+    offloaded: ClassVar[str | None] = None
+    """`package.module:Class` for `parallel.cpu_offload: optimizer` with its state on the host; None refuses it."""
+
+    name: str
+
+    @property
+    def states_per_parameter(self) -> int:
+        """Largest number of tensors of a parameter's shape in its state: float32, as the plan counts them."""
+        return max(len({*names} - {"step"}) for names in (self.state_names, self.matrix_state_names or ()))
+
+    @model_serializer(mode="wrap")
+    def _as_name(self, handler: Any) -> Any:
+        """The name alone if there are no other options."""
+        options = handler(self)
+        return self.name if list(options) == ["name"] else options
+
+
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    implementation: ClassVar[str] = "cellmill.train.optimizer:adamw"
+    fused: ClassVar[bool] = True
+    offloaded: ClassVar[str | None] = "cellmill.train.optimizer:OffloadedAdamW"
+
+    name: Literal["adamw"] = "adamw"
+
+
+class MuonConfig(OptimizerConfig):
+    """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest (Jordan et al. 2024)."""
+
+    implementation: ClassVar[str] = "cellmill.train.muon:Muon"
+    matrix_state_names: ClassVar[tuple[str, ...] | None] = ("momentum",)
+    fused: ClassVar[bool] = True
+
+    name: Literal["muon"] = "muon"
+
+
+Optimizer = Annotated[
+    SerializeAsAny[OptimizerConfig],
+    BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+"""Options of an optimizer from its name or a mapping."""

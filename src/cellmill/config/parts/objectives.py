@@ -273,10 +273,9 @@ class SumConfig(ObjectiveConfig):
         BeforeValidator(partial(by_name, ObjectiveConfig, choice=_part)),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ]
-    """Objectives, each with its options and `weight`, the factor of its mean loss (1.0). A part may have any name, with
-    the objective in `name`, so that several parts can predict different columns. At most one part may define a view
-    (cell_decoding, denoise, query_decoding), which all parts then see, and at most one may hide tokens (masked_value,
-    masked_gene, next_gene). Weights are above 0."""
+    """Objectives, each with its options and `weight`, the factor of its mean loss, 1.0. A part may have any name, with
+    the objective in `name`, so that several predict different columns. One may define a view (cell_decoding, denoise,
+    query_decoding), which all then see, and one may hide tokens (masked_value, masked_gene, next_gene)."""
 
     def problems(self) -> Iterator[str]:
         if not self.parts:
