@@ -1,7 +1,7 @@
 """Names of plug-ins: built-ins first, and one line where an installed package is broken."""
 
 from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import ValidationError
@@ -10,7 +10,6 @@ from cellmill.config import plugin
 from cellmill.config.parts.tasks import TaskConfig
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import ConfigError
-from tests.checks import refused
 
 
 class Good(TaskConfig):
@@ -34,35 +33,20 @@ class Absent(Good):
 NUMBER = 7
 
 
-@pytest.fixture
-def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"good": "Good", "other": "Good", "unset": "Unset", "absent": "Absent", "number": "NUMBER"}
-    points = [EntryPoint(name, f"{__name__}:{value}", "cellmill.task") for name, value in here.items()]
-    points.append(EntryPoint("contract", "cellmill.config.parts.tasks:TaskConfig", "cellmill.task"))
-    points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
-    monkeypatch.setattr(plugin, "entry_points", lambda group: points)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [
-        EntryPoint("encoder", "elsewhere:Masked", "cellmill.family"),
-        EntryPoint("broken", "no_such_package.options:Options", "cellmill.family"),
-    ]
+    here = {"good": "Good", "other": "Good", "unset": "Unset", "absent": "Absent", "number": "NUMBER"}
+    values = {name: f"{__name__}:{value}" for name, value in here.items()}
+    values |= {"contract": "cellmill.config.parts.tasks:TaskConfig", "broken": "no_such_package.options:Options"}
+    points = [EntryPoint(name, value, "cellmill.task") for name, value in (values | {"probe": "elsewhere:X"}).items()]
+    points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
     monkeypatch.setattr(plugin, "entry_points", lambda group: [p for p in points if p.group == group])
 
 
-def test_an_installed_package_adds_names_and_replaces_no_built_in(installed: Any) -> None:
-    assert plugin.names("family") == [*plugin.BUILT_IN["family"], "broken"]
-    assert plugin.load("family", "encoder").__module__.startswith("cellmill.")
-
-
-def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) -> None:
-    with refused(
-        "family 'broken': no_such_package.options:Options of an installed package cannot be imported "
-        "(ModuleNotFoundError: No module named 'no_such_package'); repair or remove the package"
-    ):
-        plugin.load("family", "broken")
+def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
+    assert plugin.names("task")[len(plugin.BUILT_IN["task"]) :][-3:] == ["broken", "twice", "twice"]
+    assert plugin.load("task", "probe").__module__.startswith("cellmill.")
+    assert TaskConfig.model_validate({"name": "good"}) == Good()
 
 
 @pytest.mark.parametrize(
@@ -73,14 +57,15 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(installed: Any) 
         ("other", r"has options of another name: expected name: Literal\['other'\]; repair"),
         ("unset", "sets no `implementation`, expected 'package.module:Class'; repair"),
         ("absent", "has an implementation in cellmill.no_such_module, which does not exist; repair"),
+        ("twice", "task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages"),
         (
-            "twice",
-            "task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages",
+            "broken",
+            "task 'broken': no_such_package.options:Options of an installed package cannot be imported "
+            r"\(ModuleNotFoundError: No module named 'no_such_package'\); repair or remove the package",
         ),
     ],
 )
-def test_options_that_do_not_fit_their_contract_are_refused(name: str, message: str, tasks: Any) -> None:
-    assert TaskConfig.model_validate({"name": "good"}) == Good()
+def test_options_that_do_not_fit_their_contract_are_refused_in_one_line(name: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TaskConfig.model_validate({"name": name})
 

@@ -142,15 +142,23 @@ class HfConfig(FamilyConfig):
     def _read_folder(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("architecture") is not None:
             return given
-        path = given.get("path")
-        if path is None:
+        if (path := given.get("path")) is None:
             raise ValueError("path: expected a folder with config.json, or a hub name; or set architecture")
-        folder = model_folder(path, given.get("revision"))
-        ids = given.get("residue_ids")
-        return given | {
-            "architecture": _read_config(folder / "config.json"),
-            "residue_ids": _read_ids(folder / "vocab.txt") if ids is None else ids,
-        }
+        folder, ids = model_folder(path, given.get("revision")), given.get("residue_ids")
+        try:
+            read = read_mapping(folder / "config.json")
+        except DataError as error:
+            raise ValueError(f"path: {error}; expected a folder that transformers has saved") from None
+        if "auto_map" in read:
+            raise ValueError(f"path: {folder} asks for remote code (auto_map), which is never run; choose another")
+        if ids is None and (file := folder / "vocab.txt").is_file():
+            lines = {line.strip(): number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines())}
+            if all(letter in lines for letter in "ACDEFGHIKLMNPQRSTVWY"):
+                ids = {letter: lines.get(letter, lines.get("X", lines["A"])) for letter in RESIDUES}
+                for part, names in SPECIAL_IDS.items():
+                    ids.update((part, lines[name]) for name in names if name in lines)
+        kept = {name: value for name, value in read.items() if name not in IGNORED}
+        return given | {"architecture": kept, "residue_ids": ids}
 
     def problems(self) -> Iterator[str]:
         if self.weights == "pretrained" and self.path is None:
@@ -190,29 +198,6 @@ def model_folder(path: str, revision: str | None) -> Path:
     if not snapshot.is_dir():
         raise ValueError(f"path: {path!r} is no folder, and {snapshot} does not exist; run: hf download {path}")
     return snapshot
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        read = read_mapping(path)
-    except DataError as error:
-        raise ValueError(f"path: {error}; expected a folder that transformers has saved") from None
-    if "auto_map" in read:
-        raise ValueError(f"path: {path} asks for remote code (auto_map), which is never run; choose another model")
-    return {name: value for name, value in read.items() if name not in IGNORED}
-
-
-def _read_ids(path: Path) -> dict[str, int] | None:
-    """Ids of residues and special tokens in a vocab.txt; None without a file that has all 20 amino acids."""
-    if not path.is_file():
-        return None
-    lines = {line.strip(): number for number, line in enumerate(path.read_text(encoding="utf-8").splitlines())}
-    if any(letter not in lines for letter in "ACDEFGHIKLMNPQRSTVWY"):
-        return None
-    ids = {letter: lines.get(letter, lines.get("X", lines["A"])) for letter in RESIDUES}
-    for part, names in SPECIAL_IDS.items():
-        ids.update((part, lines[name]) for name in names if name in lines)
-    return ids
 
 
 class AutoencoderConfig(EncoderConfig):
