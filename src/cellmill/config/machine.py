@@ -120,11 +120,8 @@ class Machine(Section):
             yield f"nodes: a range such as {self.nodes} requires launcher slurm, got {self.launcher}"
         if self.gpus_per_node and self.gres:
             yield f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
-        for key, words, ours in (
-            ("sbatch_options", self.sbatch_options, OURS),
-            ("srun_options", self.srun_options, OURS_OF_SRUN),
-        ):
-            if taken := options_in(words).keys() & set(ours):
+        for key, ours in (("sbatch_options", OURS), ("srun_options", OURS_OF_SRUN)):
+            if taken := options_in(getattr(self, key)).keys() & set(ours):
                 yield f"{key}: {min(taken)!r} is set by cellmill and cannot be changed here"
         if self.launcher == "slurm" and 60 * self.runtime <= self.save_within_s:
             yield f"save_within_s {self.save_within_s} leaves no time in a runtime of {self.runtime} min; lower it"
