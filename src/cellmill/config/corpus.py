@@ -55,9 +55,8 @@ class Preprocess(Section):
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = None
-    """Compression of the preprocessed cells; any AnnData reader opens them. gzip takes a quarter of the disk and 2.2
-    times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same. `cellmill
-    plan_corpus` prints the disk of both."""
+    """Compression of the preprocessed cells. gzip takes a quarter of the disk (`cellmill plan_corpus` prints it) and
+    2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same."""
 
     def problems(self) -> Iterator[str]:
         if self.orthologs is not None and self.reference_organism is None:

@@ -28,10 +28,9 @@ class Stream(Section):
     """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller fraction is a subset
     of a larger one, and the validation and test cells are always the same."""
     weight_by: str | None = None
-    """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are read more often and
-    cells of frequent values less. An epoch keeps its number of cells, repeating some and omitting others. null reads
-    each cell once. If it is left out, a run whose only objective is classification reads labelled cells only, all
-    labels equally often (weight_by: its label_column, labelled_frac: 1)."""
+    """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are read more often, those
+    of frequent ones less; an epoch repeats some and omits others. null reads each cell once. If it is left out, a run
+    whose only objective is classification has weight_by: its label_column, and labelled_frac: 1."""
     labelled_frac: float | None = Field(None, gt=0, le=1)
     """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and the other cells
     fill the rest, each equally often. null counts a missing value as a value like the others."""

@@ -99,10 +99,7 @@ class ResidualConfig(FamilyConfig):
 
 
 class TransformerConfig(ResidualConfig):
-    """Architecture of a stack of transformer blocks.
-
-    A size is replaced by its numbers before they are validated: a run by name is the run with these numbers.
-    """
+    """Architecture of a stack of transformer blocks."""
 
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
@@ -114,6 +111,7 @@ class TransformerConfig(ResidualConfig):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, value: Any) -> Any:
+        # before validation, so that a run by name is the run with these numbers
         if not isinstance(value, dict) or (numbers := SIZES.get(str(value.get("size")))) is None:
             return value
         return numbers | {key: option for key, option in value.items() if key != "size"}
