@@ -29,7 +29,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
 from cellmill.parallel import apply, chunked_loss, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
-from cellmill.parallel.mesh import build_mesh, gather_json
+from cellmill.parallel.mesh import build_mesh, gather_json, local_of
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -230,7 +230,7 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
             "bytes": full(parameter).numpy().tobytes(),
             "mesh": list(parameter.device_mesh.shape) if isinstance(parameter, DTensor) else [],
             "placements": [str(p) for p in parameter.placements] if isinstance(parameter, DTensor) else [],
-            "local": list(parameter.to_local().shape) if isinstance(parameter, DTensor) else list(parameter.shape),
+            "local": list(local_of(parameter).shape),
             "full": list(parameter.shape),
         }
     return found
@@ -256,14 +256,14 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
 def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
     """This rank's parameters, and what autograd keeps of a forward pass for each token, in elements."""
     made, _ = trainer(corpus, options, corpus, 1)
-    own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in made.model.named_parameters()}
-    weights = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    own = [local_of(parameter) for parameter in made.model.parameters()]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in own}
     batch = next(iter(made.train_stream))[0]
     prepared = made._prepare([to_tensors(batch)], 0)[0]
     kept: dict[int, torch.UntypedStorage] = {}  # kept alive: a freed address could be used by another tensor
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if isinstance(local, AsyncCollectiveTensor):
             local = local.trigger_wait()
         storage = local.untyped_storage()
@@ -275,7 +275,7 @@ def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
         made.parallel_model(prepared).backward()
     made.close()
     return {
-        "parameters": sum(tensor.numel() for tensor in own.values()),
+        "parameters": sum(tensor.numel() for tensor in own),
         "activations_per_token": sum(storage.nbytes() for storage in kept.values()) / 4 / len(prepared.genes),
     }
 
@@ -332,21 +332,17 @@ def overflow(
     def overflowing(*args: Any) -> torch.Tensor:
         loss = backward(*args)
         if made.progress.step + 1 == at and dist.get_rank() == rank:
-            gradients = [_own(p.grad) for p in made.model.parameters() if p.grad is not None]
+            gradients = [local_of(p.grad) for p in made.model.parameters() if p.grad is not None]
             next(gradient for gradient in gradients if gradient.numel()).fill_(torch.inf)
         return loss
 
     def watched() -> None:
-        before = [_own(p).detach().clone() for p in made.model.parameters()]
+        before = [local_of(p).detach().clone() for p in made.model.parameters()]
         step()
-        changed.append(any(not torch.equal(a, _own(b)) for a, b in zip(before, made.model.parameters())))
+        changed.append(any(not torch.equal(a, local_of(b)) for a, b in zip(before, made.model.parameters())))
 
     made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
     made.run()
     made.close()
     found = [line for line in lines.lines if "loss_scale" in line]
     return [[line.get("loss"), line.get("grad_norm"), line["loss_scale"], did] for line, did in zip(found, changed)]
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

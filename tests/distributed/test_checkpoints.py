@@ -1,5 +1,6 @@
 """Checkpoints resume in any layout, and a resumed run equals the uninterrupted one."""
 
+import errno
 import json
 import pickle
 import re
@@ -53,7 +54,7 @@ def test_a_planted_pickle_is_not_run(half: Path, tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     (tmp_path / "checkpoint" / "index.json").unlink()
     with pytest.raises(DataError, match=r"no index\.json; expected a checkpoint of this version, train the run again$"):
-        load_tensors(tmp_path / "checkpoint", {"model": {"weight": torch.zeros(3)}})
+        load_tensors(tmp_path / "checkpoint", {"model.weight": torch.zeros(3)})
     assert not trace.exists()
 
 
@@ -164,3 +165,14 @@ def test_a_later_save_into_the_same_memory_holds_its_own_step(alone: None, corpu
         name = f"step-{step:08}"
         (folder / "checkpoints" / name).symlink_to(tmp_path / "run" / "checkpoints" / name)
         assert cases.curve(corpus, opts, str(folder), steps=8, load=True) == whole[step:]
+
+
+def test_a_save_that_fails_is_an_error_of_the_run(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TrainFolder, "finish", full)
+    model, checkpoints = torch.nn.Linear(1, 1), Checkpoints(TrainFolder(tmp_path), 1)
+    checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
+    with pytest.raises(DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"):
+        checkpoints.wait()

@@ -1,12 +1,16 @@
 """How layouts cut a model, and what holds in them beside the promises of `test_conformance`."""
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from cellmill.config.parallel import pipeline_tokens
+from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS, PIPELINES
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
@@ -68,3 +72,43 @@ def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
     for found in pool.run("timeouts", parallel=LAYOUTS["HYBRID_SHARD"], seconds=77.0):
         assert len(found) > 2
         assert set(found) == {77.0}
+
+
+STEPS = 20
+# 60 to 250 tokens in a micro-batch: lengths of 64, 128, 192 and 256
+CHANGING: dict[str, Any] = {"steps": STEPS, "val_every_steps": 7}
+CHANGED: dict[str, dict[str, Any]] = {
+    "1F1B x FULL_SHARD": {"pp": 2, "microbatches": 6, "sharding_strategy": "FULL_SHARD"},
+    "ZBV x tp 2": {"pp": 2, "microbatches": 6, "schedule": "ZBV", "tp": 2},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", CHANGED)
+def test_a_length_that_comes_again_needs_no_new_schedule_and_changes_no_number(
+    pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: str
+) -> None:
+    model = {"layers": 4}
+    expected = cases.curve(corpus, options(model=model, train=CHANGING), str(tmp_path / "one"), STEPS)
+    staged = options(CHANGED[layout], model=model, train=CHANGING)
+    found = pool.run("counted", corpus=corpus, options=staged, folder=str(tmp_path / "pp"), steps=STEPS)
+    for of_rank in found:
+        np.testing.assert_allclose(of_rank["curve"][:10], expected[:10], atol=5e-6, rtol=5e-6)
+        np.testing.assert_allclose(of_rank["curve"], expected, rtol=5e-5)  # rounding grows with the steps
+        built, used = of_rank["built"], of_rank["used"]
+        assert len(used) == STEPS
+        assert len(built) == len(set(built)) == len(set(used))
+        changes = sum(a != b for a, b in pairwise(used))
+        assert changes + 1 > len(built), "no length came again after another one: the case tests nothing"
+        assert of_rank["with_buffers"] <= 1, "schedules that are not in use keep memory"
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 8])
+def test_padded_lengths_are_few_and_near(multiple: int) -> None:
+    padded = np.array([pipeline_tokens(tokens, multiple) for tokens in range(1, 70_000, 7)])
+    tokens = np.arange(1, 70_000, 7)
+    assert (padded >= tokens).all()
+    assert (padded % (64 * multiple) == 0).all()
+    assert (padded - tokens < np.maximum(64 * multiple, tokens / 16 + 1)).all()
+    assert all(pipeline_tokens(n, multiple) == n for n in set(padded.tolist())), "a padded length is not padded again"
+    assert len(set(padded[(tokens > 32_768) & (tokens <= 65_536)].tolist())) <= 17

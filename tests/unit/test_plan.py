@@ -301,17 +301,11 @@ def test_the_remedy_is_the_first_change_that_fits(
     assert remedy_of(options, cells, hardware) == remedy
 
 
-def test_link_rates_and_pipeline_length_change_the_step_time_as_expected(corpus: Manifest, tmp_path: Path) -> None:
-    machine: dict[str, Any] = {"nproc": 2, "nodes": 4, "device": "h100"}
-    links = {"intra_node_gbs": 1e-3, "inter_node_gbs": 1e-3}  # so slow that hops do not count
-    slow = _plan(corpus, tmp_path, **machine, plan=links)["step"]
-    fast = _plan(corpus, tmp_path, **machine, plan=dict.fromkeys(links, 2e-3))["step"]
-    assert slow["communication_s"] == pytest.approx(2 * fast["communication_s"], rel=0.01)
-    assert slow["compute_s"] == fast["compute_s"]
-    staged = _plan(corpus, tmp_path, **machine, parallel={"pp": 2, "microbatches": 4})
-    idle = staged["pipeline_idle_frac"]
-    assert idle == pytest.approx(1 / 5)
-    assert staged["step"]["idle_s"] == pytest.approx(idle * staged["step"]["step_s"])
+def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "microbatches": 4}
+    staged = _plan(corpus, tmp_path, nproc=2, nodes=4, device="h100", parallel=layout)
+    assert staged["pipeline_idle_frac"] == pytest.approx(1 / 5)
+    assert staged["step"]["idle_s"] == pytest.approx(staged["step"]["step_s"] / 5)
 
 
 def test_the_largest_micro_batch_fits_and_one_more_token_does_not(corpus: Manifest, tmp_path: Path) -> None:
@@ -389,13 +383,6 @@ def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
         "",
         f"0 layouts fit, {len(suggestions.too_large)} do not: the smallest needs {amount(min(suggestions.too_large))}",
     ]
-
-
-def test_refused_layouts_are_listed_with_their_reason() -> None:
-    suggestions, options = _suggest(train={"global_batch": 24})
-    text = table(suggestions, options, MACHINE, "h100")
-    assert sum(suggestions.refused.values()) > 0
-    assert "refused: stream.lanes 8 is not a multiple of 32 processes" in text
 
 
 def test_lanes_are_raised_to_a_number_that_all_ranks_can_share() -> None:

@@ -8,7 +8,7 @@ a rank picks the parts that overlap its own.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -67,19 +67,18 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
 
 
-def _read_index(folder: Path, tensors: Mapping[str, Any] | None) -> Metadata:
+def _read_index(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metadata:
     path = folder / INDEX
     if not path.exists():
         raise DataError(f"{folder}: no {INDEX}; expected a checkpoint of this version, train the run again")
-    value, wanted = read_json(path), None if tensors is None else dict(_flat(tensors))
-    metadata = Metadata({}, storage_data={})
+    value, metadata = read_json(path), Metadata({}, storage_data={})
     try:
         files = [str(name) for name in value["files"]]
         if wrong := [name for name in files if Path(name).name != name]:
             raise ValueError(f"{wrong[0]!r} is elsewhere")
         for name, entry in value["tensors"].items():
-            if wanted is None or name in wanted:
-                _add(metadata, name, entry, files, None if wanted is None else wanted[name])
+            if tensors is None or name in tensors:
+                _add(metadata, name, entry, files, None if tensors is None else tensors[name])
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"{path}: not a checkpoint's index ({in_one_line(error)}); nothing was loaded") from None
     return metadata
@@ -110,20 +109,12 @@ def _add(metadata: Metadata, name: str, entry: dict[str, Any], files: list[str],
     metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, parts)
 
 
-def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in tensors.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 class CheckpointReader(dcp.FileSystemReader):
     """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank, by the index in place of DCP's
     pickled metadata. Raises DataError if the index is missing or damaged.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(path)
         self._metadata = _read_index(path, tensors)
 
@@ -132,7 +123,7 @@ class CheckpointReader(dcp.FileSystemReader):
         return self._metadata
 
 
-def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
+def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication. Raises DataError."""
     reader = CheckpointReader(path, tensors)
     try:
@@ -192,8 +183,7 @@ class Checkpoints:
         tensors = tensors_of(model, optimizer, self.average)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
             # torch would pin it, which needs an accelerator
-            copies = {part: {k: tensor.clone() for k, tensor in own.items()} for part, own in tensors.items()}
-            self._staging.state_dict_cache = copies
+            self._staging.state_dict_cache = {name: tensor.clone() for name, tensor in tensors.items()}
         writer = _Writer(path, partial(self.folder.finish, path, self.keep, self.keep_steps))
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._staging)
         self._writing = cast(Future[Any], saving)  # other stagers return two futures
@@ -254,19 +244,19 @@ class Checkpoints:
 
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
-) -> dict[str, dict[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer states, the average."""
     reshard(model)
     own = dict(named_tensors(model, persistent=True))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    states = {
-        f"state.{name}.{key}": value
-        for name, parameter in own.items()
-        if id(parameter) in trained
-        for key, value in state_of(optimizer, parameter).items()
-    }
-    tensors = {"model": {name: tensor.detach() for name, tensor in own.items()}, "optimizer": states}
-    return tensors if average is None else tensors | {"average": average.tensors()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in own.items()}
+    for name, parameter in own.items():
+        if id(parameter) in trained:
+            states = state_of(optimizer, parameter).items()
+            tensors |= {f"optimizer.state.{name}.{key}": value for key, value in states}
+    if average is not None:
+        tensors |= {f"average.{name}": tensor for name, tensor in average.tensors().items()}
+    return tensors
 
 
 def _reason(error: BaseException) -> str:

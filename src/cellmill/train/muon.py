@@ -67,7 +67,12 @@ class _Shared:
         # the same name as in `build_mesh`, where every rank made it
         self.group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
         ranks = dist.get_world_size(self.group)
-        own = torch.tensor([_block(matrix) for matrix in matrices], device=local_of(matrices[0]).device)
+        corners = []
+        for matrix in matrices:
+            [part] = matrix.__create_chunk_list__()  # type: ignore[attr-defined]  # this rank's, as a checkpoint stores it
+            (row, column), (rows, columns) = part.offsets, part.sizes
+            corners.append((row, row + rows, column, column + columns))
+        own = torch.tensor(corners, device=local_of(matrices[0]).device)
         everyone = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(everyone, own, group=self.group)
         self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()  # by matrix, then by rank
@@ -137,13 +142,6 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = every
-
-
-def _block(matrix: Any) -> Block:
-    """This rank's part of a sharded matrix, as a checkpoint stores it. No communication."""
-    [part] = matrix.__create_chunk_list__()
-    (row, column), (rows, columns) = part.offsets, part.sizes
-    return row, row + rows, column, column + columns
 
 
 def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
