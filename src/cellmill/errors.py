@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -41,6 +41,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
     return f"there are: {', '.join(known[:_LISTED]) or 'none'}{more}"
+
+
+def require_known(name: str, known: Collection[str], fault: str) -> None:
+    """Raise DataError, of `fault` and a hint, unless `name` is one of `known`."""
+    if name not in known:
+        raise DataError(f"{fault}; {did_you_mean(name, known)}")
 
 
 @contextmanager

@@ -75,12 +75,6 @@ def test_a_missing_model_folder_is_named(project: Path) -> None:
     Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", "{corpus: c, init_from: models/m}"))
     with pytest.raises(UserError, match=r"^runs\.r\.init_from: models/m/model\.safetensors: no such file$"):
         check_inputs(load_config(Path("c.yaml")))
-    published = "{corpus: c, init_from: 'scgpt:none', model: {family: scgpt}}"  # whose sections cannot be compared
-    Path("c.yaml").write_text(CONFIG.replace("{corpus: c}", published))
-    with pytest.raises(
-        UserError, match=r"runs\.r\.init_from: none: no such folder; give the folder with the published"
-    ):
-        load_config(Path("c.yaml"))
 
 
 def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project: Path) -> None:

@@ -39,16 +39,6 @@ def reference(*paths: Path) -> tuple[dict[str, int], dict[str, float]]:
     return {g: len(v) for g, v in values.items()}, {g: float(np.median(v)) for g, v in values.items() if v}
 
 
-def test_medians_are_within_half_a_percent_of_numpy() -> None:
-    random = np.random.default_rng(0)
-    medians, wanted = Medians(60), []
-    for gene in range(60):
-        values = np.clip(random.lognormal(random.uniform(-4, 6), 1, random.integers(1, 400)), 1e-3, 1e4)
-        medians.add(np.full(len(values), gene), values)
-        wanted.append(np.median(values))
-    np.testing.assert_allclose(medians.medians(np.arange(60)), wanted, rtol=0.005)
-
-
 @pytest.mark.parametrize("value", [2.0**-10, 0.37, 1.0, 9_999.9, 1e4])
 def test_a_median_is_within_half_a_percent_at_the_ends_of_the_range(value: float) -> None:
     medians = Medians(1)
@@ -268,17 +258,6 @@ def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
     path.write_text(text.replace("#variability\t", "#variability\t0\t"))
     with pytest.raises(DataError, match=r"line 204: expected #variability and a place for each gene"):
         Vocabulary.read(path)
-
-
-@pytest.mark.parametrize("flavor", ["seurat", "seurat_v3"])
-@pytest.mark.parametrize("name", ["pbmc68k.h5ad", "merfish_mouse.h5ad"])
-def test_variable_genes_of_real_cells_are_those_of_scanpy(
-    shared: Callable[[str], Path], flavor: str, name: str
-) -> None:
-    path = shared(name)
-    wanted = scanpy_genes(path, flavor, 100)
-    got = build_vocabulary([path], VocabularyConfig.model_validate({"select": flavor, "max_genes": 100}))
-    assert set(got.gene_ids) == wanted
 
 
 def test_seurat_v3_without_scikit_misc_names_the_way_out(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

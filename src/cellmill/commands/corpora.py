@@ -8,8 +8,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.soma import open_query
-from cellmill.data.prepare.scmodelforge import open_shard_folder
-from cellmill.data.prepare.token_dataset import convert_tokens
+from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
 from cellmill.data.shards.archive import archive_shards, restore_shards
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean

@@ -15,7 +15,7 @@ from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
 from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.data.prepare.sequences import preprocess_sequences
-from cellmill.data.prepare.simulate import read_demo, shipped_file, simulate_cells, write_sequences
+from cellmill.data.prepare.simulate import Simulation, read_demo, shipped_file, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError
@@ -43,7 +43,7 @@ def simulate(*, out: Path, cells: int, genes: int, types: int, batches: int, per
         print(f"{cells:,} sequences -> {out}")
         return
     check_h5ad(out, "--out")
-    simulation = simulate_cells(cells, genes, types, batches, perturbations, seed)
+    simulation = Simulation(cells, genes, types, batches, perturbations, seed)
     write_cells(out, simulation.obs, simulation.var, simulation.blocks(), None, count_dtype(0))
     print(f"{cells:,} cells x {genes:,} genes -> {out}")
 

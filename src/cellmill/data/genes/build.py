@@ -1,32 +1,33 @@
 """Vocabulary of a corpus, from its cells in one pass over the files (two for `select: seurat_v3`).
 
+Genes are chosen by a list, by being protein coding, by the cells in which they are detected, or by their variability.
 Medians come from histograms of logarithms, which are exact to 0.5 % and can be added in any order.
+
+Highly variable genes follow two flavors of scanpy's `highly_variable_genes`, computed from sums over blocks of cells.
+`seurat` (Satija et al. 2015) ranks genes by their dispersion (variance over mean of counts per 10,000), standardised
+among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the variance of counts, standardised by a curve
+of variance over mean, with large counts clipped: that takes a second pass over the cells.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import ORGANISM, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k
-from cellmill.data.genes.selection import (
-    Moments,
-    allowed_genes,
-    by_score,
-    expected_deviation,
-    standardised_dispersion,
-    standardised_variance,
-)
-from cellmill.data.genes.tables import ORGANISMS
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import refuse_duplicates
-from cellmill.data.prepare.sequences import sequence_vocabulary
-from cellmill.errors import DataError
+from cellmill.data.inputs.source import optional_package
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import progress
 
 _BLOCK = 1024  # cells
@@ -38,6 +39,9 @@ _PARTS = 1000  # of the quantiles of a corpus
 _LOW = -10 * np.log(2.0)
 _WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of its values
 _BINS = int(np.ceil((np.log(TARGET_SUM) - _LOW) / _WIDTH)) + 1
+
+_MEAN_BINS = 20
+_NO_MEAN = 1e-12
 
 
 class Medians:
@@ -89,17 +93,52 @@ class Medians:
         return np.log1p(np.exp(_LOW + (at + 0.5) * _WIDTH)).astype(np.float32)
 
 
+class Moments:
+    """Sums of values, and of their squares, of each gene over cells; float64."""
+
+    def __init__(self, n_genes: int):
+        self.n_cells = 0
+        self.sums, self.squares = np.zeros(n_genes), np.zeros(n_genes)
+
+    def add(self, genes: np.ndarray, values: np.ndarray, n_cells: int) -> None:
+        """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of `n_cells` more cells."""
+        self.n_cells += n_cells
+        self.sums += np.bincount(genes, values, minlength=len(self.sums))
+        self.squares += np.bincount(genes, np.square(values, dtype=np.float64), minlength=len(self.sums))
+
+    def at(self, genes: np.ndarray) -> Self:
+        """The same of some genes."""
+        chosen = type(self)(len(genes))
+        chosen.n_cells, chosen.sums, chosen.squares = self.n_cells, self.sums[genes], self.squares[genes]
+        return chosen
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.sums / self.n_cells
+
+    @property
+    def variance(self) -> np.ndarray:
+        """Unbiased variance over all cells, those without the gene included."""
+        return (self.squares / self.n_cells - self.mean**2) * (self.n_cells / max(1, self.n_cells - 1))
+
+
 def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = None) -> Vocabulary:
     """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all residues.
 
     Raises DataError when a file shares no gene with the others, or no gene is left.
     """
     paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
-    if _are_sequences(paths):
-        return sequence_vocabulary(paths)
+    kinds: dict[bool, Path] = {}  # a file of cells, and one of sequences
+    for path in paths:
+        with open_counts(path) as reader:
+            kinds.setdefault(reader.ordered, path)
+    if len(kinds) == 2:
+        raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
+    if True in kinds:
+        return _sequence_vocabulary(paths)
     symbols = _union(paths)
     gene_ids = sorted(symbols)
-    allowed = allowed_genes(gene_ids, options)
+    allowed = _allowed_genes(gene_ids, options)
     medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
     measured = options.variability or options.select != "detected"
     for genes, block in _blocks(paths, gene_ids):
@@ -117,15 +156,15 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         )
     scores = n_cells[keep].astype(float)
     if options.select == "seurat_v3":
-        scores = _standardised_variance(paths, gene_ids, keep, moments)
+        scores = _standardised_variance(paths, gene_ids, keep, moments.at(keep))
     elif measured:
-        scores = standardised_dispersion(moments.at(keep))
+        scores = _standardised_dispersion(moments.at(keep))
     if options.max_genes is not None:
-        chosen = np.sort(by_score(n_cells[keep] if options.select == "detected" else scores)[: options.max_genes])
+        chosen = np.sort(_by_score(n_cells[keep] if options.select == "detected" else scores)[: options.max_genes])
         keep, scores = keep[chosen], scores[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
-    ranks = np.argsort(by_score(scores)).astype(np.int32) if options.variability else None
+    ranks = np.argsort(_by_score(scores)).astype(np.int32) if options.variability else None
     own = medians.medians(keep)
     if options.medians is not None:
         theirs = Vocabulary.read(path := Path(vocabulary_file(options.medians)))
@@ -146,27 +185,104 @@ def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray
                 yield row_of_column.take(block.indices), block
 
 
-def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, moments: Moments) -> np.ndarray:
-    """Scores of flavor seurat_v3 of the genes `keep`: a second pass over the files."""
-    moments = moments.at(keep)
-    deviation = expected_deviation(moments)
-    limits = np.full(len(gene_ids), np.inf)
-    limits[keep] = deviation * np.sqrt(moments.n_cells) + moments.mean
-    clipped = Moments(len(gene_ids))
+def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
+    """Score of flavor `seurat`, from moments of counts per 10,000; NaN for a gene without variance."""
+    mean = np.where(per_10k.mean == 0, _NO_MEAN, per_10k.mean)
+    dispersion = per_10k.variance / mean
+    dispersion[dispersion <= 0] = np.nan
+    table = pd.DataFrame({"dispersion": np.log(dispersion), "bin": pd.cut(np.log1p(mean), _MEAN_BINS)})
+    groups = table.groupby("bin", observed=True)["dispersion"]
+    centre, spread = groups.transform("mean"), groups.transform("std")
+    alone = spread.isna()  # the only gene of its bin: its score is 1
+    spread, centre = spread.where(~alone, centre), centre.where(~alone, 0.0)
+    return ((table["dispersion"] - centre) / spread).to_numpy()
+
+
+def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, counts: Moments) -> np.ndarray:
+    """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second pass over the files.
+
+    The deviation that the mean of a gene predicts is a local regression of degree 2. Raises ConfigError without
+    scikit-misc.
+    """
+    loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
+    n, mean, varies = counts.n_cells, counts.mean, counts.variance > 0
+    model = loess(np.log10(mean[varies]), np.log10(counts.variance[varies]), span=0.3, degree=2)
+    model.fit()
+    expected = np.zeros(len(keep))
+    expected[varies] = model.outputs.fitted_values
+    deviation = np.sqrt(10**expected)
+    limits, clipped = np.full(len(gene_ids), np.inf), Moments(len(gene_ids))
+    limits[keep] = deviation * np.sqrt(n) + mean
     for genes, block in _blocks(paths, gene_ids):
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
-    return standardised_variance(moments, clipped.at(keep), deviation)
+    clipped = clipped.at(keep)
+    return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * deviation**2)
 
 
-def _are_sequences(paths: list[Path]) -> bool:
-    """True if the files have sequences. Raises DataError when only some have."""
-    kinds: dict[bool, Path] = {}
+def _by_score(scores: np.ndarray) -> np.ndarray:
+    """Genes by score, the highest first; of equal scores the first gene first, and NaN last."""
+    return np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
+
+
+def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
+    """Genes of `gene_ids` that the options allow, bool. Raises DataError if there are none."""
+    allowed = np.ones(len(gene_ids), bool)
+    if options.genes is not None:
+        allowed &= _listed(gene_ids, Path(options.genes))
+    if options.protein_coding:
+        organisms = [organism_of(gene) for gene in gene_ids]
+        if None in organisms:
+            raise DataError(
+                f"vocabulary.protein_coding requires Ensembl ids, got gene {gene_ids[organisms.index(None)]!r}; set "
+                "preprocess.organism, or protein_coding to no"
+            )
+        coding = [gene in gene_table(str(organism)).protein_coding for gene, organism in zip(gene_ids, organisms)]
+        if not any(coding):
+            raise DataError(f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding")
+        allowed &= coding
+    if not allowed.any():
+        raise DataError("no gene is left for the vocabulary: none in vocabulary.genes is protein coding")
+    return allowed
+
+
+def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
+    names = list(dict.fromkeys(name for line in read_lines(path) if (name := line.strip())))
+    if not names:
+        raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
+    organisms = sorted({organism for gene in gene_ids if (organism := organism_of(gene))})
+    tables = [map_genes(names, pd.DataFrame(index=names), organism).gene_ids for organism in organisms]
+    wanted = {*names, *(gene for table in tables for gene in table if gene)}
+    allowed = np.array([gene in wanted for gene in gene_ids])
+    if not allowed.any():
+        raise DataError(
+            f"{path}: none of its {len(names):,} genes is in the corpus, the first is {names[0][:40]!r}; list Ensembl "
+            "ids or current symbols, one a line (vocabulary.genes)"
+        )
+    known = {gene for gene, keep in zip(gene_ids, allowed) if keep}
+    absent = [name for name, *ids in zip(names, *tables) if known.isdisjoint({name, *ids})]
+    if absent:
+        print(f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}")
+    return allowed
+
+
+def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
+    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
+
+    Of ranked cells all genes of the file, with its symbols and medians, which all files share.
+    """
+    n_cells, residues, symbols, medians = np.zeros(0, np.int64), list[str](), list[str](), np.ones(0, np.float32)
     for path in paths:
         with open_counts(path) as reader:
-            kinds.setdefault(reader.ordered, path)
-    if len(kinds) == 2:
-        raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
-    return True in kinds
+            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
+            if path == paths[0]:
+                n_cells, residues, medians = np.zeros(reader.n_vars, np.int64), reader.var_names, own
+                symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
+            if reader.var_names != residues or not np.array_equal(own, medians):
+                raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
+            for block in reader.rows():
+                pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
+                n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
+    return Vocabulary(residues, symbols, n_cells, medians)
 
 
 def _union(paths: list[Path]) -> dict[str, str]:

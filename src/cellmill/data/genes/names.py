@@ -5,6 +5,7 @@ mouse gene and `ACTB` a human one, and a dataset of the other organism must not 
 maps to none.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_sy
 
 MOST_LOST = 0.02  # share of a file's counts on genes without an Ensembl id above which a file is warned about
 LOST_NAMES = 5  # that such a warning names
+SEPARATOR = "+"
+"""Between the genes of one perturbation."""
 
 _EXAMPLES = 10
 
@@ -47,25 +50,20 @@ class Coverage:
     orthologs: int = 0  # number of them with a one-to-one ortholog
 
     @property
-    def frac(self) -> float:
-        """Fraction of the genes with an Ensembl id."""
-        return self.n_with_id / self.n_genes if self.n_genes else 0.0
-
-    @property
     def n_with_id(self) -> int:
         """Number of genes with an Ensembl id of their own organism."""
         return self.id + self.symbol + self.previous + self.alias
 
     @property
-    def ortholog_frac(self) -> float:
-        """Fraction of the genes with an id that have a one-to-one ortholog."""
-        return self.orthologs / self.n_with_id if self.n_with_id else 0.0
+    def frac(self) -> float:
+        """Fraction of the genes with an Ensembl id."""
+        return self.n_with_id / self.n_genes if self.n_genes else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Fields and `frac` for a report; fields of orthologs only if genes were mapped onto another organism."""
         fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
         if self.reference is not None:
-            return fields | {"ortholog_frac": self.ortholog_frac}
+            return fields | {"ortholog_frac": self.orthologs / max(1, self.n_with_id)}
         return {name: value for name, value in fields.items() if name not in ("reference", "orthologs")}
 
 
@@ -95,21 +93,18 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     ids.
     """
     names = [str(name) for name in var_names]
-    own = _column(var, SYMBOL_COLUMNS)
+    own = next(iter(_columns(var, SYMBOL_COLUMNS)), None)
     if organism is None:
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
         return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)))
     table = gene_table(organism)
-    columns = [values for column in ID_COLUMNS if (values := _column(var, (column,))) is not None]
-    gene_ids, symbols, unknown = [], [], []
-    tally: dict[str, Any] = dict.fromkeys(("id", *table.ids, "ambiguous", "unmapped"), 0)
-    for row, name in enumerate(names):
-        gene, kind = _look_up(name, (values[row] for values in columns), table, organism)
-        tally[kind] += 1
-        unknown += [] if gene else [name]
-        gene_ids.append(gene)
-        symbols.append(table.symbols.get(gene) or (own[row] if own else "") or gene or name)
-    coverage = Coverage(organism=organism, n_genes=len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
+    texts = zip(names, *_columns(var, ID_COLUMNS))
+    found = [_look_up(name, others, table, organism) for name, *others in texts]
+    gene_ids = [gene for gene, _ in found]
+    symbols = [table.symbols.get(gene) or old or gene or name for gene, old, name in zip(gene_ids, own or gene_ids, names)]
+    unknown = [name for name, gene in zip(names, gene_ids) if not gene]
+    tally: dict[str, Any] = Counter(kind for _, kind in found)
+    coverage = Coverage(organism, len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
     return MappedGenes(gene_ids, symbols, _mitochondrial(symbols), coverage)
 
 
@@ -135,17 +130,16 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     """
     genes = tuple(vocabulary.gene_ids)
     if genes not in reader.matches:  # several parts of an evaluation ask
-        reader.matches[genes] = _matched(reader, vocabulary)
+        find = _match_sequences if reader.ordered else _match_genes
+        reader.matches[genes] = find(reader, vocabulary)
     columns: GeneColumns = reader.matches[genes]
     return columns
 
 
-def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
+def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     measured = is_expression(reader.var)
-    if reader.ordered:
-        return GeneColumns(_match_residues(reader, vocabulary), measured, ordered=True)
-    best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
     rows = np.flatnonzero(measured)
+    best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
     for gene_ids in _readings([reader.var_names[row] for row in rows], reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
         target[rows] = vocabulary.rows_of(gene_ids)
@@ -165,6 +159,18 @@ def _matched(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     return best
 
 
+def _match_sequences(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
+    rows = vocabulary.rows_of(reader.var_names)
+    if (rows < 0).any():
+        missing = reader.var_names[int((rows < 0).argmax())]
+        has, remedy = ("genes in rank order", "the same token dictionary") if reader.ranked else ("sequences",) * 2
+        raise DataError(
+            f"{reader.path}: it has {has}, and the model does not know {missing!r}: its first gene is "
+            f"{vocabulary.gene_ids[0]!r}; use a model of {remedy}"
+        )
+    return GeneColumns(rows, is_expression(reader.var), ordered=True)
+
+
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[list[str]]:
     """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
     if (vocabulary.rows_of(names) >= 0).all():  # as of preprocessed cells: no table is read
@@ -181,20 +187,6 @@ def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> It
 
 def _organisms(vocabulary: Vocabulary) -> list[str]:
     return [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
-
-
-def _match_residues(reader: CountsReader, vocabulary: Vocabulary) -> np.ndarray:
-    rows = vocabulary.rows_of(reader.var_names)
-    if (rows < 0).any():
-        missing = reader.var_names[int((rows < 0).argmax())]
-        raise DataError(
-            f"{reader.path}: it has genes in rank order, and the model does not know {missing!r}; use a model of the "
-            "same token dictionary"
-            if reader.ranked
-            else f"{reader.path}: it has sequences, and the model knows no residue {missing!r}: its first gene is "
-            f"{vocabulary.gene_ids[0]!r}; use a model of sequences"
-        )
-    return rows
 
 
 def lost_counts(frac: float, names: Sequence[str]) -> str | None:
@@ -219,11 +211,10 @@ def is_expression(var: pd.DataFrame) -> np.ndarray:
     return kinds.isin(["gene expression", "", "nan", "none"]).to_numpy()
 
 
-def _look_up(name: str, columns: Iterable[str], table: GeneTable, organism: str) -> tuple[str, str]:
-    for text in (name, *columns):
-        if gene := gene_id(text, organism):
-            return gene, "id"
-    if gene := gene_id_within(name, organism):
+def _look_up(name: str, others: list[str], table: GeneTable, organism: str) -> tuple[str, str]:
+    """Ensembl id of a gene, and the field of `Coverage` that counts how it was found."""
+    ids_in_text = (gene for text in (name, *others) if (gene := gene_id(text, organism)))
+    if gene := next(ids_in_text, "") or gene_id_within(name, organism):
         return gene, "id"
     for kind, ids in table.ids.items():
         if name in ids:
@@ -235,11 +226,9 @@ def _mitochondrial(symbols: list[str]) -> np.ndarray:
     return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
 
 
-def _column(var: pd.DataFrame, names: Sequence[str]) -> list[str] | None:
-    for name in names:
-        if name in var.columns:
-            return ["" if pd.isna(value) else str(value) for value in var[name]]
-    return None
+def _columns(var: pd.DataFrame, names: Sequence[str]) -> list[list[str]]:
+    """Text of those columns that are there; empty where a value is missing."""
+    return [text_values(var[name]).tolist() for name in names if name in var.columns]
 
 
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
@@ -258,7 +247,7 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
 def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tuple[str, ...]]:
     """Names under which a file may have the gene of each name: the name, its Ensembl id, its current symbol.
 
-    The packaged tables are those of the vocabulary's organisms.
+    Ids and symbols come from the packaged tables of the vocabulary's organisms.
     """
     unique = sorted({*names})
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in unique}
@@ -269,14 +258,7 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
     return found
 
 
-SEPARATOR = "+"
-"""Between the genes of one perturbation."""
-
-
 def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
-    """Rows of the vocabulary by perturbation; empty for one without a gene of the vocabulary.
-
-    A gene is found by Ensembl id, symbol, or the earlier symbols and aliases of the packaged tables.
-    """
+    """Rows of the vocabulary by perturbation, found as `rows_of_names` finds them; empty if none is known."""
     rows = rows_of_names((part.strip() for name in names for part in name.split(SEPARATOR)), vocabulary)
     return {name: [rows[p] for part in name.split(SEPARATOR) if rows[p := part.strip()] >= 0] for name in names}

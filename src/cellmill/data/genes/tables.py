@@ -44,9 +44,7 @@ def gene_id(name: str, organism: str) -> str:
 
 def gene_id_within(name: str, organism: str) -> str:
     """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty if it has none."""
-    if name.count(PREFIXES[organism]) != 1:
-        return ""
-    match = _NAMES_WITH_ID[organism].fullmatch(name)
+    match = _NAMES_WITH_ID[organism].fullmatch(name) if name.count(PREFIXES[organism]) == 1 else None
     return match[1] or match[2] if match else ""
 
 
@@ -82,22 +80,18 @@ class CellOntology:
     """Terms and their is_a edges. `parents` are the ids of the direct superclasses of each term, by id."""
 
     def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
-        self._parents = parents
+        self.parents = parents
         self._known: dict[str, dict[str, int]] = {}
 
-    @property
-    def terms(self) -> list[str]:
-        return [*self._parents]
-
     def __contains__(self, term: str) -> bool:
-        return term in self._parents
+        return term in self.parents
 
     def ancestors(self, term: str) -> dict[str, int]:
         """Least number of is_a edges from `term` up to each of its superclasses and, 0, to itself."""
         if term not in self._known:
             steps, waiting = {term: 0}, [term]
             for below in waiting:  # breadth first
-                for above in self._parents[below]:
+                for above in self.parents[below]:
                     if above not in steps:
                         steps[above] = steps[below] + 1
                         waiting.append(above)
@@ -141,15 +135,12 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     lines = read_lines(path)
     header = [name.strip().lower() for name in next(lines, "").split("\t")]
     if missing := [name for name in (organism, reference) if name not in header]:
-        raise DataError(
-            f"{path}: expected a header with the columns {organism} and {reference}, of Ensembl ids; {missing[0]} is "
-            "not there (preprocess.orthologs)"
-        )
-    columns = {kind: header.index(kind) for kind in (organism, reference)}
+        wanted = f"the columns {organism} and {reference}, of Ensembl ids"
+        raise DataError(f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)")
     pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        cells = [cell.strip() for cell in line.split("\t")]
-        names = {kind: cells[column] for kind, column in columns.items() if column < len(cells) and cells[column]}
+        cells = dict(zip(header, map(str.strip, line.split("\t"))))
+        names = {kind: name for kind in (organism, reference) if (name := cells.get(kind))}
         if len(names) < 2:
             continue  # a gene without an ortholog, as BioMart lists it
         for kind, name in names.items():

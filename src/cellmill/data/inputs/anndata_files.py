@@ -20,45 +20,40 @@ from anndata.io import read_elem
 from zarr.storage import ZipStore
 
 from cellmill.data.arrays import text_index
-from cellmill.data.inputs.h5 import one_line, reading
+from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.matrices import DenseMatrix, MemoryMatrix, SparseMatrix, checked_shape, is_array, size_problem
-from cellmill.data.inputs.source import CountSource, DeclaredNames
-from cellmill.errors import DataError, did_you_mean
+from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
+from cellmill.errors import DataError
 from cellmill.files import read_json
 
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
 RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
-_RAW = ("raw/X", "raw/var"), ("raw.X", "raw.var")  # before anndata 0.7: names with dots
 _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
-def is_anndata(path: Path, file: Any) -> bool:
-    """True if an open HDF5 or Zarr file has obs and var."""
+def _is_anndata(file: Any) -> bool:
     return file is not None and "obs" in file and "var" in file
 
 
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group."""
-    locations = _RAW if counts == "raw" else ((_location(counts), "var"),)
-    found = next(((x, var) for x, var in locations if x in file and var in file), None)
-    if found is None:
-        name = counts if counts in ("X", "raw") else f"layer {counts!r}"
-        raise DataError(f"{path}: no {name} (the dataset's `counts`); {did_you_mean(counts, _matrices(file))}")
-    obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, found[1])
-    matrix = _matrix(path, counts, file[found[0]])
+    known = _matrices(file)
+    require_matrix(path, counts, known)
+    stored, genes = known[counts]
+    obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, genes)
+    matrix = _matrix(path, counts, file[stored])
     if matrix.shape != (len(obs), len(var)):
         raise DataError(
             f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {matrix.shape}"
         )
     ordered = counts == "X" and ORDERED in file
     if ordered and (isinstance(matrix, DenseMatrix) or matrix.by_gene):
-        kind = "dense" if isinstance(matrix, DenseMatrix) else "csc"
-        raise DataError(f"{path}: X has sequences, stored as {kind}: their order is lost; preprocess again")
-    others = [name for name in _matrices(file) if name != counts]
+        raise DataError(f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again")
+    others = [name for name in known if name != counts]
     return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
 
 
-def names_in_anndata(path: Path, file: Any) -> DeclaredNames | None:
+def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
     """Names in an open HDF5 file; None before anndata 0.7."""
     obs = file["obs"]
     columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
@@ -67,10 +62,10 @@ def names_in_anndata(path: Path, file: Any) -> DeclaredNames | None:
     names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in columns]
     categories = {name: obs.get(f"{name}/categories") for name in names if isinstance(obs.get(name), h5py.Group)}
     index = obs.attrs.get("_index")
-    return DeclaredNames(names, _matrices(file), categories, obs.get(index) if isinstance(index, str) else None)
+    return DeclaredNames(names, [*_matrices(file)], categories, obs.get(index) if isinstance(index, str) else None)
 
 
-def names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
+def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
     """Names in a Zarr folder, by its JSON files alone."""
     obs, layers = path / "obs", path / "layers"
     try:
@@ -84,21 +79,22 @@ def names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
     return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
 
 
-def _matrices(file: Any) -> list[str]:
-    """Values of `counts` that the file has."""
+def _matrices(file: Any) -> dict[str, tuple[str, str]]:
+    """Where the matrices of a file and their var are, by the value of `counts`."""
     layers = file.get("layers")
-    names = [] if layers is None or is_array(layers) else [_layer_name(name) for name in sorted(layers)]
-    raw = any(x in file for x, _ in _RAW)
-    return [name for name, there in (("X", "X" in file), ("raw", raw)) if there] + names
+    names = [] if layers is None or is_array(layers) else sorted(layers)
+    found = [
+        ("X", "X", "var"),
+        ("raw", "raw.X", "raw.var"),  # before anndata 0.7
+        ("raw", "raw/X", "raw/var"),
+        *((_layer_name(name), f"layers/{name}", "var") for name in names),
+    ]
+    return {counts: (matrix, var) for counts, matrix, var in found if matrix in file and var in file}
 
 
 def _layer_name(layer: str) -> str:
     """`counts` of a layer: its name, or `layers/X` for one that is called as another matrix."""
     return f"layers/{layer}" if layer in ("X", "raw") else layer
-
-
-def _location(counts: str) -> str:
-    return counts if counts in ("X", "raw", "layers/X", "layers/raw") else f"layers/{counts}"
 
 
 def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
@@ -147,27 +143,26 @@ def _decoded(values: Any) -> np.ndarray:
     return np.array([v.decode() if isinstance(v, bytes) else v for v in values.tolist()], dtype=object)
 
 
-def is_zarr(path: Path, file: Any) -> bool:
+def _is_zarr(path: Path, file: Any) -> bool:
     """True for a folder of Zarr and a .zarr.zip."""
     if path.is_dir():
         return path.suffix == ".zarr" or any((path / mark).exists() for mark in (".zgroup", "zarr.json", ".zmetadata"))
     return path.name.lower().endswith(".zip")
 
 
-def open_zarr(path: Path, file: Any, counts: str) -> CountSource:
-    """Open the matrix `counts` of an AnnData in Zarr. Raises DataError when it is damaged or refused."""
+def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     if path.is_dir():
         _refuse_special(path)
     elif not zipfile.is_zipfile(path):
         raise DataError(f"{path}: not a zip file")
     store: Any = path if path.is_dir() else ZipStore(path, mode="r")
-    with reading(path), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr's, of strings in version 3
         try:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
             raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json") from None
-        if not is_anndata(path, group):
+        if not _is_anndata(group):
             raise DataError(f"{path}: not an AnnData: no obs and var groups")
         _check_sizes(path, group, counts)
         source = open_anndata(path, group, counts)
@@ -195,7 +190,7 @@ def _check_sizes(path: Path, group: Any, counts: str) -> None:
     n_obs = 0
     if isinstance(index, zarr.Array) and index.shape and index.nchunks_initialized == index.nchunks:
         n_obs = int(index.shape[0])
-    for part in ("obs", "var", _location(counts)):
+    for part in ("obs", "var", *_matrices(group).get(counts, ())):
         item = group.get(part)
         members = item.members(max_depth=8) if isinstance(item, zarr.Group) else ()
         arrays = {part: item} | {f"{part}/{name}": member for name, member in members}
@@ -216,8 +211,7 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     found = {"X": adata.X, "raw": None if adata.raw is None else adata.raw.X}
     found |= {_layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None}
     names = [name for name, matrix in found.items() if matrix is not None]
-    if counts not in names:
-        raise DataError(f"{dataset}: no {counts} (`counts`); {did_you_mean(counts, names)}")
+    require_matrix(dataset, counts, names, option := "argument `counts`")
     matrix = found[counts]
     if not (sp.issparse(matrix) or isinstance(matrix, np.ndarray)):
         kind = f"{type(matrix).__module__}.{type(matrix).__name__}"
@@ -225,4 +219,8 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     tables = adata.obs, (adata.raw if counts == "raw" else adata).var
     obs, var = (table.set_axis(text_index(table.index), axis=0) for table in tables)
     others = [name for name in names if name != counts]
-    return CountSource(Path(dataset), counts, MemoryMatrix(matrix), obs, var, others, option="argument `counts`")
+    return CountSource(Path(dataset), counts, MemoryMatrix(matrix), obs, var, others, option=option)
+
+
+H5AD = Format(".h5ad", lambda path, file: _is_anndata(file), open_anndata, _names_in_h5ad)
+ZARR = Format(".zarr", _is_zarr, _open_zarr, _names_in_zarr)

@@ -15,32 +15,31 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.corpus import is_fasta
 from cellmill.config.parts.tokens import RESIDUES
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.reader import refuse_duplicates
-from cellmill.data.inputs.source import CountSource
-from cellmill.errors import ConfigError, DataError
+from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.errors import DataError
 
 _FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` is reserved in .h5ad
 _STOP = b"*"
-_UNKNOWN = -1
-_COLUMN = np.full(256, _UNKNOWN, np.int32)
-NUCLEOTIDES = frozenset(b"ACGTUN")
-CHANCE = 100  # residues that may all be letters of nucleotides
+_COLUMN = np.full(256, -1, np.int32)  # -1: no residue
+_NUCLEOTIDES = frozenset(b"ACGTUN")
+_CHANCE = 100  # residues that may all be letters of nucleotides
 for _column, _letter in enumerate(RESIDUES):
     _COLUMN[[ord(_letter), ord(_letter.lower())]] = _column
 _COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
 
 
-def open_fasta(path: Path, file: Any, counts: str) -> CountSource:
+def _open_fasta(path: Path, file: Any, counts: str) -> CountSource:
     """Open the sequences of a FASTA file. Headers are read once and kept; sequences are read again by each `parts`.
 
     Raises DataError when the file is missing, damaged, empty, of nucleotides or no FASTA file, or when two records have
     the same name.
     """
-    if counts != "X":
-        raise ConfigError(f"{path}: a FASTA file has no matrix {counts!r}; leave the dataset's `counts` empty")
+    require_matrix(path, counts, ["X"])
     names, headers, letters, n_letters = [], [], set[int](), 0
     for name, header, sequence in _records(path):
         names.append(name)
@@ -49,15 +48,15 @@ def open_fasta(path: Path, file: Any, counts: str) -> CountSource:
         n_letters += len(sequence)
     if not names:
         raise DataError(f"{path}: empty: no record")
-    if letters <= NUCLEOTIDES and n_letters > CHANCE:
+    if letters <= _NUCLEOTIDES and n_letters > _CHANCE:
         raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
     obs = _obs(names, headers)
     refuse_duplicates(path, "record", obs.index, "rename one of them")
     var = pd.DataFrame({"symbol": [*RESIDUES]}, index=pd.Index([*RESIDUES], name="gene_id"))
-    return CountSource(path, counts, FastaMatrix(path, len(names)), obs, var, ordered=True)
+    return CountSource(path, counts, _FastaMatrix(path, len(names)), obs, var, ordered=True)
 
 
-class FastaMatrix(StoredMatrix):
+class _FastaMatrix(StoredMatrix):
     """CSR of ones `(sequences, residues)`, uint32, in sequence order."""
 
     def __init__(self, path: Path, n_sequences: int):
@@ -74,7 +73,7 @@ class FastaMatrix(StoredMatrix):
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
-        if len(wrong := np.flatnonzero(columns == _UNKNOWN)):
+        if len(wrong := np.flatnonzero(columns < 0)):
             raise DataError(
                 f"{self._path}: record {name!r}: expected a residue ({RESIDUES}) at {wrong[0] + 1:,}, got "
                 f"{chr(sequence[wrong[0]])!r}; remove gaps, and stops inside a sequence"
@@ -86,29 +85,23 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, rest of the header, and sequence without white space."""
     name: str | None = None
     header, lines = "", list[bytes]()
-    for line in _lines(path):
-        if line.startswith(b">"):
-            if name is not None:
-                yield name, header, b"".join(lines)
-            words = line[1:].decode("utf-8", "replace").split(maxsplit=1)
-            if not words:
-                raise DataError(f"{path}: a record has no name; expected a word after '>'")
-            name, header, lines = words[0], "".join(words[1:]), []
-        elif name is None and line:
-            raise DataError(f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}")
-        else:
-            lines.append(b"".join(line.split()))
+    with open_bytes(path) as file, reading(path):
+        for line in map(bytes.strip, file):
+            if b"\r" in line:
+                raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
+            if line.startswith(b">"):
+                if name is not None:
+                    yield name, header, b"".join(lines)
+                words = line[1:].decode("utf-8", "replace").split(maxsplit=1)
+                if not words:
+                    raise DataError(f"{path}: a record has no name; expected a word after '>'")
+                name, header, lines = words[0], "".join(words[1:]), []
+            elif name is None and line:
+                raise DataError(f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}")
+            else:
+                lines.append(b"".join(line.split()))
     if name is not None:
         yield name, header, b"".join(lines)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines without white space at their ends."""
-    with open_bytes(path) as file, reading(path):
-        for line in file:
-            if b"\r" in (stripped := line.strip()):
-                raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
-            yield stripped
 
 
 def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
@@ -122,3 +115,8 @@ def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
             columns.setdefault(key, [None] * len(names))[row] = value
     categories = {key: pd.Categorical(values) for key, values in columns.items()}
     return pd.DataFrame(categories, index=pd.Index(names, dtype=object))
+
+
+FORMAT = Format(
+    "FASTA of proteins (.fasta, .fa, .faa, also .gz)", lambda path, file: file is None and is_fasta(path), _open_fasta
+)

@@ -64,7 +64,8 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     if fragment and not match:
         raise ConfigError(f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing")
     wanted = match[1].lower() if match else None
-    folder = (cache or default_cache()) / digest(address)[:16]
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
+    folder = (cache or Path(os.environ.get(CACHE) or user)) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
     if (found := _complete(folder, address)) is None:
         with open(folder / "lock", "w") as lock:
@@ -77,13 +78,6 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
             f"the file has changed, remove {folder}"
         )
     return found
-
-
-def default_cache() -> Path:
-    """Folder named by CELLMILL_CACHE, else cellmill's in the user's cache."""
-    if named := os.environ.get(CACHE):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
 
 
 def read_record(path: Path) -> Fetched:

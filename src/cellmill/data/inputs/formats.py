@@ -6,68 +6,38 @@ is not installed: each of these is refused in one line.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import h5py
 
 from cellmill.config import plugin
-from cellmill.config.corpus import is_fasta
-from cellmill.data.inputs.anndata_files import (
-    is_anndata,
-    is_zarr,
-    names_in_anndata,
-    names_in_zarr,
-    open_anndata,
-    open_zarr,
-)
-from cellmill.data.inputs.fasta import open_fasta
+from cellmill.data.inputs import anndata_files, fasta, mtx, soma, tenx_loom
 from cellmill.data.inputs.h5 import open_h5, reading
 from cellmill.data.inputs.h5_walk import check_walk, is_hdf5
-from cellmill.data.inputs.loom import is_loom, names_in_loom, open_loom
 from cellmill.data.inputs.matrices import size_problem
-from cellmill.data.inputs.mtx import is_mtx, open_mtx
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
-from cellmill.data.inputs.soma import is_soma, open_soma
-from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
-from cellmill.data.inputs.tenx import is_tenx, open_tenx
+from cellmill.data.inputs.source import DeclaredNames, Format
 from cellmill.errors import ConfigError, DataError
 
 
-def _to_convert(kind: str, needed: str) -> Callable[[Path, Any, str], CountSource]:
-    def refuse(path: Path, file: Any, counts: str) -> CountSource:
-        raise ConfigError(
-            f"{path}: run cellmill convert {kind} {path} {needed} --out NAME.h5ad first, and use that file"
-        )
+def _to_convert(name: str, mark: str, command: str) -> Format:
+    """Folders that have a file `mark`, and are read by `cellmill convert` alone."""
 
-    return refuse
+    def refuse(path: Path, file: Any, counts: str) -> NoReturn:
+        command_line = f"cellmill convert {command.format(path)} --out NAME.h5ad"
+        raise ConfigError(f"{path}: run {command_line} first, and use that file")
+
+    return Format(name, lambda path, file: (path / mark).is_file(), refuse)
 
 
 FORMATS = (
-    Format(
-        "FASTA of proteins (.fasta, .fa, .faa, also .gz)",
-        lambda path, file: file is None and is_fasta(path),
-        open_fasta,
-    ),
-    Format(".zarr", is_zarr, open_zarr, names_in_zarr),
-    Format("folder with matrix.mtx", is_mtx, open_mtx),
-    Format("SOMA experiment", is_soma, open_soma),
-    Format(".h5ad", is_anndata, open_anndata, names_in_anndata),
-    Format("10x .h5", is_tenx, open_tenx),
-    Format(".loom", is_loom, open_loom, names_in_loom),
-    Format(
-        "token dataset of Geneformer",
-        lambda path, file: (path / "state.json").is_file(),
-        _to_convert("geneformer", "--dictionaries FOLDER"),
-    ),
-    Format(
-        "scModelForge",
-        lambda path, file: (path / "shard_000" / "gene_indices.npy").is_file(),
-        _to_convert("scmodelforge", "--genes FILE"),
-    ),
+    *(fasta.FORMAT, anndata_files.ZARR, mtx.FORMAT, soma.FORMAT, anndata_files.H5AD, tenx_loom.TENX, tenx_loom.LOOM),
+    _to_convert("token dataset of Geneformer", "state.json", "geneformer {} --dictionaries FOLDER"),
+    _to_convert("scModelForge", "shard_000/gene_indices.npy", "scmodelforge {} --genes FILE"),
 )
 """In the order of their tests. `config.corpus.INPUTS` names them to users, as every process reads it."""
 
@@ -144,23 +114,21 @@ def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
             return None
         if item.external or item.is_virtual:
             return f"{name} is stored in another file; expected a file that holds its own data"
-        return size_problem(name, item, item.id.get_storage_size) or _missing_filter(name, item)
+        if (fault := size_problem(name, item, item.id.get_storage_size)) is not None:
+            return fault
+        properties = item.id.get_create_plist()
+        for number in range(properties.get_nfilters() if item.chunks else 0):
+            code, _, _, title = properties.get_filter(number)
+            if not h5py.h5z.filter_avail(code) and find_spec("hdf5plugin") is not None:
+                importlib.import_module("hdf5plugin")  # registers its filters; takes a second and is seldom needed
+            if not h5py.h5z.filter_avail(code):
+                known = _FILTERS.get(code, f"{code} {title.decode(errors='replace')!r}")
+                return (
+                    f"{name} is compressed with filter {known}, which is not installed: "
+                    "pip install 'cellmill[hdf5plugin]', or write the file with compression='gzip'"
+                )
+        return None
 
     # h5py cannot pass an exception through its visits
     if found := file.visititems_links(link_problem) or file.visititems(problem):
         raise DataError(f"{path}: {found}")
-
-
-def _missing_filter(name: str, dataset: h5py.Dataset) -> str | None:
-    properties = dataset.id.get_create_plist()
-    for number in range(properties.get_nfilters() if dataset.chunks else 0):
-        code, _, _, title = properties.get_filter(number)
-        if not h5py.h5z.filter_avail(code) and find_spec("hdf5plugin") is not None:
-            importlib.import_module("hdf5plugin")  # registers its filters; takes a second and is seldom needed
-        if not h5py.h5z.filter_avail(code):
-            known = _FILTERS.get(code, f"{code} {title.decode(errors='replace')!r}")
-            return (
-                f"{name} is compressed with filter {known}, which is not installed: "
-                "pip install 'cellmill[hdf5plugin]', or write the file with compression='gzip'"
-            )
-    return None

@@ -22,7 +22,7 @@ import scipy.sparse as sp
 
 from cellmill.data.arrays import plain_text
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.files import atomic_path, named_errors
+from cellmill.files import atomic_path, named_errors, require_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,20 +33,22 @@ ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 def open_h5(path: Path, remedy: str = "") -> h5py.File:
     """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated or not HDF5."""
     then = f"; {remedy}" if remedy else ""
-    if not path.is_file():
-        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}{then}")
     try:
+        require_file(path)
         return h5py.File(path, "r")
+    except DataError as error:
+        raise DataError(f"{error}{then}") from None
     except OSError as error:
         text = one_line(error)
-        if "truncated" in text:
-            stored = re.search(r"stored_eof = (\d+)", text)
-            of = f" of {int(stored[1]):,}" if stored else ""
-            then = then or "; copy it again"
-            raise DataError(f"{path}: truncated: {path.stat().st_size:,}{of} bytes{then}") from None
-        if "signature not found" in text:
-            raise DataError(f"{path}: not an HDF5 file{then}") from None
-        raise DataError(f"{path}: cannot be read: {text}{then}") from None
+    fault = f"cannot be read: {text}"
+    if "truncated" in text:
+        stored = re.search(r"stored_eof = (\d+)", text)
+        of = f" of {int(stored[1]):,}" if stored else ""
+        fault = f"truncated: {path.stat().st_size:,}{of} bytes"
+        then = then or "; copy it again"
+    elif "signature not found" in text:
+        fault = "not an HDF5 file"
+    raise DataError(f"{path}: {fault}{then}")
 
 
 def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
@@ -136,8 +138,7 @@ def one_line(error: BaseException) -> str:
 
 def open_bytes(path: Path) -> IO[bytes]:
     """A file to read, plain or gzip. Raises DataError if it is not a regular file."""
-    if not path.is_file():
-        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    require_file(path)
     return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
@@ -184,12 +185,28 @@ def write_cells(
         layout |= {"chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}
     with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
         group = file.create_group("X")
-        indptr = _write_values(file, group, blocks, layout, np.dtype(dtype))
-        group.create_dataset("indptr", data=indptr)
-        shape = np.array([len(indptr) - 1, len(var)], np.int64)
-        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+        data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
+        indices = group.create_dataset("indices", dtype="<i4", **layout)
+        start, indptr = 0, [np.zeros(1, np.int64)]
+        for block in blocks:
+            assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
+            stop = start + block.nnz
+            if nnz is None:
+                data.resize((stop,))
+                indices.resize((stop,))
+            if block.nnz:
+                data[start:stop] = block.data.astype(dtype, copy=False)
+                indices[start:stop] = block.indices
+                file.disk.raise_if_failed()
+            indptr.append(start + block.indptr[1:].astype(np.int64))
+            start = stop
+        assert start == len(data), f"expected {len(data)} values, got {start}"
+        group.create_dataset("indptr", data=np.concatenate(indptr))
         frame = obs() if callable(obs) else obs
-        assert len(frame) == len(indptr) - 1, f"{len(frame)} obs for {len(indptr) - 1} rows"
+        n_rows = sum(map(len, indptr)) - 1
+        assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
+        shape = np.array([n_rows, len(var)], np.int64)
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
         kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
         _write_parts(file, {"obs": frame, "var": var, "uns": {"cellmill": kinds} if kinds else {}})
 
@@ -208,26 +225,3 @@ def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:
     write_elem = import_module("anndata.io").write_elem  # two fifths of a second, which a reader does not need
     for name in _PARTS:
         write_elem(file, name, plain_text(parts[name]) if name in ("obs", "var") else dict(parts.get(name, {})))
-
-
-def _write_values(
-    file: NewH5File, group: h5py.Group, blocks: Iterable[sp.csr_matrix], layout: dict[str, Any], dtype: np.dtype[Any]
-) -> np.ndarray:
-    """Write `data` and `indices` of `group`; return indptr."""
-    data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
-    indices = group.create_dataset("indices", dtype="<i4", **layout)
-    start, indptr = 0, [np.zeros(1, np.int64)]
-    for block in blocks:
-        assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
-        stop = start + block.nnz
-        if "maxshape" in layout:
-            data.resize((stop,))
-            indices.resize((stop,))
-        if block.nnz:
-            data[start:stop] = block.data.astype(dtype, copy=False)
-            indices[start:stop] = block.indices
-            file.disk.raise_if_failed()
-        indptr.append(start + block.indptr[1:].astype(np.int64))
-        start = stop
-    assert start == len(data), f"expected {len(data)} values, got {start}"
-    return np.concatenate(indptr)

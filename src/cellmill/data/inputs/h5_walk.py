@@ -86,16 +86,12 @@ def _walk(path: bytes) -> None:
         visit(file)
 
 
-def _main() -> None:
-    limit_s = int(sys.argv[1])
+if __name__ == "__main__":
+    limit = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    for path in sys.stdin.buffer.read().split(b"\0"):
-        ends = int(time.process_time()) + 1 + limit_s
+    for name in sys.stdin.buffer.read().split(b"\0"):
+        ends = int(time.process_time()) + 1 + limit
         resource.setrlimit(resource.RLIMIT_CPU, (ends if hard == resource.RLIM_INFINITY else min(ends, hard), hard))
-        _walk(path)
+        _walk(name)
         os.write(1, b".")
-
-
-if __name__ == "__main__":
-    _main()

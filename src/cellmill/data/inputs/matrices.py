@@ -7,7 +7,7 @@ Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cell
 import math
 import operator
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +49,28 @@ class StoredMatrix:
         return None
 
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
-        """The `parts`, `block` cells at a time (the last may be shorter)."""
+        """The rows of `parts` in order, `block` cells at a time (the last may be shorter)."""
         if self._buckets is None and (pieces := self.pieces()) is not None:
             self._buckets = RowBuckets(self.shape, pieces)
-        return reblocked(self.parts(block) if self._buckets is None else self._buckets.parts(), block)
+        held: list[sp.csr_matrix] = []
+        missing = block
+        for part in self.parts(block) if self._buckets is None else self._buckets.parts():
+            start, n = 0, part.shape[0]
+            while start < n:
+                stop = min(n, start + missing)
+                held.append(part if stop - start == n else part[start:stop])
+                missing -= stop - start
+                start = stop
+                if not missing:
+                    yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
+                    held, missing = [], block
+        if held:
+            yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
 
     def close(self) -> None:
         """Drop the temporary file, if any."""
         if self._buckets is not None:
             self._buckets.close()
-
-
-def reblocked(parts: Iterable[sp.csr_matrix], block: int) -> Iterator[sp.csr_matrix]:
-    """Rows of `parts` in the same order, `block` at a time."""
-    held: list[sp.csr_matrix] = []
-    missing = block
-    for part in parts:
-        start, n = 0, part.shape[0]
-        while start < n:
-            stop = min(n, start + missing)
-            held.append(part if stop - start == n else part[start:stop])
-            missing -= stop - start
-            start = stop
-            if not missing:
-                yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
-                held, missing = [], block
-    if held:
-        yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
 
 
 def is_array(item: Any) -> bool:
@@ -163,6 +158,7 @@ class RowBuckets:
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", "f4")])
         self._segments: list[list[tuple[int, int]]] = [[] for _ in range(0, shape[0], self._rows)]
         self._file = tempfile.TemporaryFile(prefix="cellmill-")  # noqa: SIM115 - closed by close()
+        self.close = self._file.close
         self._n_values = 0
         try:
             for rows, columns, values in pieces:
@@ -171,21 +167,17 @@ class RowBuckets:
             self.close()
             raise
 
-    def close(self) -> None:
-        self._file.close()
-
     def _add(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", values.dtype)])
         bucket = (rows // self._rows).astype(np.uint16)
         order = np.argsort(bucket, kind="stable")
         records = np.empty(len(rows), self._record)
         records["row"], records["column"], records["value"] = rows[order] % self._rows, columns[order], values[order]
-        stops = np.cumsum(np.bincount(bucket, minlength=len(self._segments)))
         start = 0
-        for segments, stop in zip(self._segments, stops.tolist()):
-            if start < stop:
-                segments.append((self._n_values + start, stop - start))
-            start = stop
+        for segments, size in zip(self._segments, np.bincount(bucket, minlength=len(self._segments)).tolist()):
+            if size:
+                segments.append((self._n_values + start, size))
+            start += size
         with named_errors(Path(tempfile.gettempdir())):
             self._file.seek(self._n_values * self._record.itemsize)
             self._file.write(records.data)
@@ -194,17 +186,17 @@ class RowBuckets:
     def parts(self) -> Iterator[sp.csr_matrix]:
         """The rows bucket by bucket; entries of a row in the order of the pieces."""
         for number, segments in enumerate(self._segments):
-            records = np.concatenate([np.empty(0, self._record), *(self._read(*segment) for segment in segments)])
+            found = [np.empty(0, self._record)]
+            for start, size in segments:
+                self._file.seek(start * self._record.itemsize)
+                found.append(np.frombuffer(self._file.read(size * self._record.itemsize), self._record))
+            records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
             rows = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
             order = np.argsort(rows, kind="stable")
             indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
             columns = records["column"][order].astype(np.int32)
             yield sp.csr_matrix((records["value"][order], columns, indptr), shape=(n_rows, self.shape[1]))
-
-    def _read(self, start: int, size: int) -> np.ndarray:
-        self._file.seek(start * self._record.itemsize)
-        return np.frombuffer(self._file.read(size * self._record.itemsize), self._record)
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
@@ -289,12 +281,10 @@ class DenseMatrix(StoredMatrix):
 
     def pieces(self) -> Pieces | None:
         chunk, fit = self._lengths(axis=0)
-        return self._columns() if min(chunk, self.shape[0]) > _TALL * fit else None
-
-    def _columns(self) -> Pieces:
-        for genes in self._slabs(axis=1):
-            part = sp.coo_matrix(self._read(slice(None), genes))
-            yield part.row, part.col + genes.start, part.data
+        if min(chunk, self.shape[0]) <= _TALL * fit:
+            return None
+        parts = ((genes.start, sp.coo_matrix(self._read(slice(None), genes))) for genes in self._slabs(axis=1))
+        return ((part.row, part.col + first, part.data) for first, part in parts)
 
     def _slabs(self, axis: int) -> Iterator[slice]:
         """Ranges of cells (axis 0) or genes (1): as many whole chunks as fit in memory, at least one."""

@@ -15,26 +15,18 @@ import pandas as pd
 
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
-from cellmill.data.inputs.source import CountSource
-from cellmill.errors import ConfigError, DataError
+from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.errors import DataError
 
-MATRIX = ("matrix.mtx", "matrix.mtx.gz")
+_MATRIX = ("matrix.mtx", "matrix.mtx.gz")
 _PIECE = 1 << 21  # lines in memory at once
 _FIELDS = {"integer": np.int64, "real": np.float64}
 _LINE = 1 << 16  # bytes; longest line of a header
 
 
-def is_mtx(path: Path, file: Any) -> bool:
-    """True for a matrix.mtx[.gz], and for a folder with one."""
-    return path.name.endswith(MATRIX) or (path.is_dir() and bool(_matrices_in(path)))
-
-
-def open_mtx(path: Path, file: Any, counts: str) -> CountSource:
+def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     """Open a folder, or the matrix file of one."""
-    if counts != "X":
-        raise ConfigError(
-            f"{path}: a Matrix Market folder has no matrix {counts!r}; leave the dataset's `counts` empty"
-        )
+    require_matrix(path, counts, ["X"])
     files = _matrices_in(path) if path.is_dir() else [path]
     if len(files) > 1:
         found = ", ".join(file.name for file in files)
@@ -42,8 +34,7 @@ def open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     prefix = files[0].name.removesuffix(".gz").removesuffix("matrix.mtx")
     genes = _table(files[0].parent, prefix, ("features", "genes"))
     cells = _table(files[0].parent, prefix, ("barcodes",))
-    names = [row[0] for row in genes]
-    var = pd.DataFrame(index=pd.Index(names, dtype=object))
+    var = pd.DataFrame(index=pd.Index([row[0] for row in genes], dtype=object))
     for column, name in ((1, "symbol"), (2, "feature_types")):
         if all(len(row) > column for row in genes) and genes:
             var[name] = [row[column] for row in genes]
@@ -63,13 +54,11 @@ class MtxMatrix(StoredMatrix):
         """dtype and number of the values; leaves `text` at the first of them."""
         with reading(self._path):
             first = text.readline(_LINE).decode("utf-8", "replace").lower().split()
-            if first[:3] != ["%%matrixmarket", "matrix", "coordinate"] or first[3:] not in (
-                ["integer", "general"],
-                ["real", "general"],
-            ):
-                got = " ".join(first)[:80]
+            known = [["%%matrixmarket", "matrix", "coordinate", field, "general"] for field in _FIELDS]
+            if first not in known:
                 raise DataError(
-                    f"{self._path}: expected '%%MatrixMarket matrix coordinate integer general' (or real), got {got!r}"
+                    f"{self._path}: expected '%%MatrixMarket matrix coordinate integer general' (or real), got "
+                    f"{' '.join(first)[:80]!r}"
                 )
             line = b"%"
             while line.startswith(b"%") or line == b"\n":
@@ -110,7 +99,7 @@ class MtxMatrix(StoredMatrix):
 
 
 def _matrices_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.name.endswith(MATRIX) and not file.name.startswith("."))
+    return sorted(file for file in folder.iterdir() if file.name.endswith(_MATRIX) and not file.name.startswith("."))
 
 
 def _table(folder: Path, prefix: str, names: tuple[str, ...]) -> list[list[str]]:
@@ -124,3 +113,10 @@ def _table(folder: Path, prefix: str, names: tuple[str, ...]) -> list[list[str]]
     if len(rows) > MAX_LENGTH:
         raise DataError(f"{file}: has {len(rows):,} lines; the limit is {MAX_LENGTH:,}")
     return rows
+
+
+FORMAT = Format(
+    "folder with matrix.mtx",
+    lambda path, file: path.name.endswith(_MATRIX) or (path.is_dir() and bool(_matrices_in(path))),
+    _open_mtx,
+)

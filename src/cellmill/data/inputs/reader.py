@@ -19,7 +19,7 @@ import scipy.sparse as sp
 
 from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated
 from cellmill.data.inputs.source import CountSource
-from cellmill.errors import DataError, did_you_mean
+from cellmill.errors import DataError, require_known
 
 _CELLS = 4096
 _FEWEST = 20  # cells; fewer say nothing
@@ -61,6 +61,7 @@ class RoundedCounts:
 
 
 _LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few other normalisations stay below
+OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 class CountsReader(AbstractContextManager["CountsReader"]):
@@ -88,9 +89,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""
-        if name not in self.obs:
-            known = [str(column) for column in self.obs.columns]
-            raise DataError(f"{self.path}: no obs column {name!r} ({owner}); {did_you_mean(name, known)}")
+        require_known(name, [*map(str, self.obs)], f"{self.path}: no obs column {name!r} ({owner})")
         return self.obs[name]
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
@@ -101,8 +100,13 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """
         first = 0
         for matrix in self._source.matrix.blocks(block):
-            counts = self._as_counts(matrix, first)
+            values = self._whole_numbers(matrix, first)
+            counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
             if not self.ordered:
+                if not counts.has_canonical_format:
+                    counts = sum_repeated(counts, f"{self.path}: {self.counts}: entries of one cell and gene")
+                if not counts.data.all():
+                    counts.eliminate_zeros()
                 self._rounded.add(counts)
             yield counts
             first += matrix.shape[0]
@@ -117,22 +121,14 @@ class CountsReader(AbstractContextManager["CountsReader"]):
                 flush=True,
             )
 
-    def _as_counts(self, matrix: sp.csr_matrix, first: int) -> sp.csr_matrix:
-        values = _exact(matrix.data)
-        if values is None:
-            values = self._whole_numbers(matrix, first).astype(np.uint32)
-        counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
-        if self.ordered:
-            return counts
-        if not counts.has_canonical_format:
-            counts = sum_repeated(counts, f"{self.path}: {self.counts}: entries of one cell and gene")
-        if not counts.data.all():
-            counts.eliminate_zeros()
-        return counts
-
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, rounded if requested. Raises DataError for values that are not counts."""
+        """Values of `matrix`, uint32, rounded if requested. Raises DataError for values that are not counts."""
         values, hint = matrix.data, f"; {self._elsewhere()}"
+        if values.dtype in (np.float32, np.float64):
+            with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
+                counts = values.astype(np.uint32)
+            if (counts.astype(values.dtype) == values).all():
+                return counts
         if values.dtype.kind not in "buif":
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
         if values.dtype.kind == "f":
@@ -153,7 +149,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             values = np.rint(values)  # halves to even
         if len(values) and values.max() > MAX_COUNT:
             self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
-        return values
+        return values.astype(np.uint32)
 
     def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
         if not bad.any():
@@ -171,18 +167,6 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         if not self._source.others:
             return "the file has no other matrix; use a file with raw counts"
         return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
-
-
-def _exact(values: np.ndarray) -> np.ndarray | None:
-    """`values` as uint32 if all are float32 or float64 that it holds exactly, else None."""
-    if values.dtype not in (np.float32, np.float64):
-        return None
-    with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
-        counts = values.astype(np.uint32)
-    return counts if bool((counts.astype(values.dtype) == values).all()) else None
-
-
-OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 def refuse_duplicates(where: Path | str, kind: str, names: pd.Index, remedy: str = OBS_REMEDY) -> None:

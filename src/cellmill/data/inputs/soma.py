@@ -17,8 +17,8 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import one_line, reading
 from cellmill.data.inputs.matrices import StoredMatrix
-from cellmill.data.inputs.source import CountSource, as_obs, optional_package
-from cellmill.errors import DataError, did_you_mean
+from cellmill.data.inputs.source import CountSource, Format, as_obs, optional_package
+from cellmill.errors import DataError, require_known
 
 _MARK = "__tiledb_group.tdb"
 _ROWS = "soma_joinid"
@@ -26,16 +26,6 @@ _CELLS = ("obs_id", "observation_joinid")
 _GENES = ("feature_id", "var_id")
 _PUBLIC = "s3://cellxgene-census-public-us-west-2/"
 _PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"}
-
-
-def is_soma(path: Path, file: Any) -> bool:
-    """True for a folder of TileDB."""
-    return path.is_dir() and ((path / _MARK).exists() or (path / "__group").is_dir())
-
-
-def open_soma(path: Path, file: Any, counts: str) -> CountSource:
-    """Open all cells of the experiment in a local folder. Raises DataError."""
-    return open_query(path.absolute().as_uri(), path, counts)
 
 
 def open_query(uri: str, name: Path, counts: str, value_filter: str | None = None) -> CountSource:
@@ -59,13 +49,13 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
         obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
         if not len(obs):
             raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
-        matrix = SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
+        matrix = _SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
         others = [other for other in measurement.X if other != layer]
         tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
         return CountSource(name, counts, matrix, *tables, others, close_file=stack.pop_all().close)
 
 
-class SomaMatrix(StoredMatrix):
+class _SomaMatrix(StoredMatrix):
     """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to read, ascending."""
 
     def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
@@ -93,11 +83,10 @@ class SomaMatrix(StoredMatrix):
 def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:
     """Item `wanted` of a collection; if `only`, its single item."""
     known = sorted(collection)
-    if wanted in known:
-        return collection[wanted]
     if only and len(known) == 1:
         return collection[known[0]]
-    raise DataError(f"{name}: no {kind} {wanted!r}; {did_you_mean(wanted, known)}")
+    require_known(wanted, known, f"{name}: no {kind} {wanted!r}")
+    return collection[wanted]
 
 
 def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFrame:
@@ -120,3 +109,10 @@ def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFr
     kept = table.drop(columns=[index, *({_ROWS} - {index})])
     symbols = {"symbol": kept["feature_name"]} if "feature_name" in kept else {}
     return as_obs(kept.assign(**symbols), table[index].astype(str).tolist())
+
+
+FORMAT = Format(
+    "SOMA experiment",
+    lambda path, file: path.is_dir() and ((path / _MARK).exists() or (path / "__group").is_dir()),
+    lambda path, file, counts: open_query(path.absolute().as_uri(), path, counts),
+)

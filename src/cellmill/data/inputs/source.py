@@ -5,7 +5,7 @@ entry point of the group `cellmill.input`. Values are read as stored; `CountsRea
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, require_known
 
+COUNTS = "the dataset's `counts`"  # where a user says which matrix
 _MOST_NAMES = 2_000_000  # names of cells that are compared before a run, 0.3 s per million
 
 
@@ -34,7 +35,7 @@ class CountSource:
     var: pd.DataFrame
     others: list[str] = field(default_factory=list)  # further values of `counts` that the input has
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
-    option: str = "the dataset's `counts`"  # where a user says which matrix
+    option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
     close_file: Callable[[], None] = lambda: None
 
@@ -83,7 +84,12 @@ class Format(NamedTuple):
     is_format: Callable[[Path, Any], bool]  # (path, file); by name or a few bytes
     open: Callable[[Path, Any, str], CountSource]  # (path, file, counts), where counts is X, or another matrix
     names: Callable[[Path, Any], DeclaredNames | None] = lambda path, file: None
-    """What the input says it has, in milliseconds; None if unknown before the data is read."""
+    """What the input says that it has, in milliseconds; None if unknown before the data is read."""
+
+
+def require_matrix(where: Path | str, counts: str, known: Collection[str], option: str = COUNTS) -> None:
+    """Raise DataError unless the input has the matrix `counts`."""
+    require_known(counts, known, f"{where}: no matrix {counts!r} ({option})")
 
 
 def optional_package(name: str, extra: str, needed_by: str = "this input") -> Any:

@@ -20,7 +20,7 @@ from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.prepare.obs import check_labels
 from cellmill.data.shards.index import DATASET, text_of
-from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, special_kind
 
 
@@ -56,22 +56,15 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     where = f"{table}: dataset {dataset.dataset}: {path}"
     if (cells := names.cells()) is not None:
         refuse_duplicates(where, "obs", pd.Index(cells, dtype=object))
-    if dataset.counts not in names.counts:
-        raise DataError(
-            f"{where} has no matrix {dataset.counts!r} (counts); {did_you_mean(dataset.counts, names.counts)}"
-        )
+    require_known(dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)")
     named = [(where + " has", column, owner) for column, owner in dataset.read_columns.items()]
     for start, column, owner in [*named, *((f"{path}:", column, "preprocess.keep_obs") for column in kept or ())]:
-        if column not in known:
-            raise DataError(f"{start} no obs column {column!r} ({owner}); {did_you_mean(column, known)}")
+        require_known(column, known, f"{start} no obs column {column!r} ({owner})")
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
-        values = [str(value) for value in names.categories_of(column) or ()]
-        if values and dataset.control not in values:
-            raise DataError(
-                f"{where} has no {dataset.control!r} (control) in obs column {column!r}; "
-                f"{did_you_mean(dataset.control, values)}"
-            )
+        if values := [str(value) for value in names.categories_of(column) or ()]:
+            fault = f"{where} has no {dataset.control!r} (control) in obs column {column!r}"
+            require_known(dataset.control, values, fault)
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
         if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:
@@ -91,19 +84,14 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
     """Refuse a split or a run of corpus `name` by an obs column that its shards will not have."""
     split_by = pipeline.corpora[name].shard.split_by
     every, some = {DATASET} | set.intersection(*columns), {DATASET, f"{DATASET}_original"} | set.union(*columns)
-    if split_by is not None and split_by not in every:
-        raise ConfigError(
-            f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}; "
-            f"{did_you_mean(split_by, sorted(every))}"
-        )
+    if split_by is not None:
+        fault = f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}"
+        require_known(split_by, sorted(every), fault)
     for run, options in pipeline.runs.items():
         read = options.obs_columns() | options.number_columns() if options.corpus == name else {}
         for column, option in read.items():
-            if column not in some:
-                raise ConfigError(
-                    f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}; "
-                    f"{did_you_mean(column, sorted(some))}"
-                )
+            fault = f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}"
+            require_known(column, sorted(some), fault)
 
 
 CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
@@ -116,7 +104,16 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     Returns a line on datasets that are gone since their cells were made, which is fine, or None. Raises ConfigError or
     DataError for a file that is missing, a FIFO, a socket or a device, or a package that is not installed.
     """
-    for option, module, extra in _packages(pipeline):
+    packages = [
+        (f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg")
+        for name, corpus in pipeline.corpora.items()
+        if corpus.vocabulary.select == "seurat_v3"
+    ]
+    for name, run in pipeline.runs.items():
+        for task in run.evaluate.tasks.values():
+            option = f"runs.{name}.evaluate.tasks.{task.name}"
+            packages += [(option, module, extra) for module, extra in task.packages().items()]
+    for option, module, extra in packages:
         if find_spec(module) is None:
             raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'")
     for option, text in _files_of_options(pipeline):
@@ -127,17 +124,6 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
     more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
     return f"used as they are, since their inputs are gone: {', '.join(gone[:_SHOWN])}{more}" if gone else None
-
-
-def _packages(pipeline: Workflow) -> Iterator[tuple[str, str, str]]:
-    """Option, module and extra of cellmill."""
-    for name, corpus in pipeline.corpora.items():
-        if corpus.vocabulary.select == "seurat_v3":
-            yield f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg"
-    for name, run in pipeline.runs.items():
-        for task in run.evaluate.tasks.values():
-            for module, extra in task.packages().items():
-                yield f"runs.{name}.evaluate.tasks.{task.name}", module, extra
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ a role is kept as `ROLE_original`. Label maps then rename the labels.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +18,16 @@ from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import text_of
-from cellmill.errors import DataError, did_you_mean
+from cellmill.errors import DataError, require_known
 
 
-@dataclass(frozen=True)
-class MappedLabels:
+class MappedLabels(NamedTuple):
     """A label of all cells of a file, before and after its map."""
 
     codes: np.ndarray  # (cells,) index into `before`, -1 for a missing value
     before: list[str]
     by_label: dict[str, MappedLabel]
 
-    @property
     def column(self) -> pd.Categorical:
         """(cells,): labels after the map."""
         texts = [self.by_label[label].to if label in self.by_label else label for label in self.before]
@@ -38,28 +35,23 @@ class MappedLabels:
 
     def report(self, cells: np.ndarray) -> dict[str, Any]:
         """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those made missing."""
-        of_cells = self.codes[cells]
-        n_cells = np.bincount(of_cells[of_cells >= 0], minlength=len(self.before)).tolist()
-        counts = {label: n for label, n in sorted(zip(self.before, n_cells), key=lambda one: (-one[1], one[0])) if n}
-        gone = [label for label in counts if label in self.by_label and self.by_label[label].to is None]
-        return {
-            "renamed": {label: n for label, n in counts.items() if label in self.by_label and label not in gone},
-            "kept": {label: n for label, n in counts.items() if label not in self.by_label},
-            "made_missing": {label: counts[label] for label in gone},
-        }
+        codes = self.codes[cells]
+        n_cells = np.bincount(codes[codes >= 0], minlength=len(self.before)).tolist()
+        found: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
+        for label, n in sorted(zip(self.before, n_cells), key=lambda one: (-one[1], one[0])):
+            mapped = self.by_label.get(label)
+            kind = "kept" if mapped is None else "made_missing" if mapped.to is None else "renamed"
+            found[kind] |= {label: n} if n else {}
+        return found
 
 
-def check_labels(
-    label_map: Path, labels: Iterable[str], file: Path, column: str, by_label: dict[str, MappedLabel] | None = None
-) -> None:
-    """Raise DataError for a line of the map whose label is not in `labels`, the labels of the file."""
-    known = sorted({*labels})
-    for label, mapped in (by_label or read_label_map(label_map)).items():
-        if label not in known:
-            raise DataError(
-                f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}; "
-                f"{did_you_mean(label, known)}"
-            )
+def check_labels(label_map: Path, labels: Iterable[str], file: Path, column: str) -> dict[str, MappedLabel]:
+    """Read a label map. Raises DataError for a line of it whose label is not in `labels`, the labels of the file."""
+    known, by_label = sorted({*labels}), read_label_map(label_map)
+    for label, mapped in by_label.items():
+        fault = f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}"
+        require_known(label, known, fault)
+    return by_label
 
 
 def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
@@ -114,11 +106,10 @@ def choose_obs(
     labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
     for name, path in columns.label_maps.items():
         codes, values = pd.factorize(reader.obs[labels[name]])
-        texts, by_label = [text_of(value) for value in values], read_label_map(Path(path))
-        check_labels(Path(path), texts, reader.path, labels[name], by_label)
-        mapped[name] = MappedLabels(codes, texts, by_label)
+        texts = [text_of(value) for value in values]
+        mapped[name] = MappedLabels(codes, texts, check_labels(Path(path), texts, reader.path, labels[name]))
     renamed = {name: reader.obs[label] for name, label in labels.items() if name != label}
-    renamed |= {name: pd.Series(label.column, index=reader.obs.index) for name, label in mapped.items()}
+    renamed |= {name: pd.Series(label.column(), index=reader.obs.index) for name, label in mapped.items()}
     unchanged = [name for name in labels if name not in renamed]
     names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
     new = {role: reader.obs[column] for role, column in columns.roles.items()}
@@ -178,14 +169,10 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
 
 
 def _is_control(reader: CountsReader, column: pd.Series, control: str, keep: np.ndarray) -> pd.Series:
-    is_control = pd.Series(text_values(column, missing="nan") == control, index=column.index)
-    if not is_control[keep].any():
-        known = [str(value) for value in column[keep].dropna().unique()]
-        raise DataError(
-            f"{reader.path}: no cell has {control!r} (the dataset's control) in obs column {column.name!r}; "
-            f"{did_you_mean(control, sorted(known)[:_VALUES])}"
-        )
-    return is_control
+    values = text_values(column, missing="nan")
+    fault = f"{reader.path}: no cell has {control!r} (the dataset's control) in obs column {column.name!r}"
+    require_known(control, sorted({*values[keep]}), fault)
+    return pd.Series(values == control, index=column.index)
 
 
 def _examples(column: pd.Series) -> str:

@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import row_sums, select_columns, select_rows
-from cellmill.data.genes.names import LOST_NAMES, Coverage, MappedGenes, is_expression, map_genes, map_orthologs
+from cellmill.data.genes.names import LOST_NAMES, Coverage, is_expression, map_genes, map_orthologs
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
@@ -91,8 +91,6 @@ def preprocess_cells(
 
     Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
     """
-    if options.organism_column and options.organism is None:
-        raise _no_organism(reader.path, "organism_column")
     chosen = choose_obs(reader, options.keep_obs, columns, options.organism if options.organism_column else None)
     genes = name_genes(reader, options)
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
@@ -105,27 +103,36 @@ def preprocess_cells(
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
         passed = progress(passing.blocks(), f"preprocess {reader.path.stem}, writing", int((cells.reason < 0).sum()))
         blocks = _kept_rows(passed, keep_gene, cells)
-        dtype = count_dtype(cells.largest)
-        write_cells(
-            out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=options.compression
-        )
+        dtype, gzip = count_dtype(cells.largest), options.compression
+        write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip)
     return _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes of a cell.
 
-    Raises DataError below `min_coverage_frac`.
+    Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that require an organism.
     """
+    for option in ("organism_column", "reference_organism"):
+        if getattr(options, option) and options.organism is None:
+            raise ConfigError(
+                f"{reader.path}: preprocess.{option} requires the organism of each dataset; set preprocess.organism, "
+                "or the dataset's organism"
+            )
     rows = np.flatnonzero(is_expression(reader.var))
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
-    mapped = map_genes(names, var, options.organism)
     if not names:
         raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
+    mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped.coverage, names, var)
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
-    if options.reference_organism is not None:
-        mapped = _on_reference(reader.path, mapped, options.reference_organism, options)
+    if (reference := options.reference_organism) is not None:
+        mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
+        if not any(mapped.gene_ids):
+            raise DataError(
+                f"{reader.path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one "
+                f"ortholog in {reference}; give a table that has them (preprocess.orthologs)"
+            )
     carriers: dict[str, list[int]] = {}  # entries by id
     for i, gene in enumerate(mapped.gene_ids):
         if gene:
@@ -146,32 +153,12 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     )
 
 
-def _on_reference(path: Path, mapped: MappedGenes, reference: str, options: Preprocess) -> MappedGenes:
-    if options.organism is None:
-        raise _no_organism(path, f"reference_organism {reference}")
-    mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
-    if not any(mapped.gene_ids):
-        raise DataError(
-            f"{path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one ortholog in "
-            f"{reference}; give a table that has them (preprocess.orthologs)"
-        )
-    return mapped
-
-
-def _no_organism(path: Path, option: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: preprocess.{option} requires the organism of each dataset; set preprocess.organism, or the dataset's "
-        "organism"
-    )
-
-
 def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
     if coverage.frac >= options.min_coverage_frac and coverage.frac > 0:
         return
-    n_mapped = round(coverage.frac * coverage.n_genes)
     text = (
-        f"{path}: {n_mapped:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a {options.organism} Ensembl "
-        f"id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
+        f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
+        f"{options.organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
     for other in ORGANISMS:
         if other != options.organism and (frac := map_genes(names, var, other).coverage.frac) > coverage.frac:
@@ -267,8 +254,7 @@ def _report(
     measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
     measures = {name: values[unfiltered] for name, values in measures.items()}
     kept = cells.reason[unfiltered] < 0
-    coverage = genes.coverage
-    lost, total = cells.unnamed_sums, cells.total
+    coverage, lost = genes.coverage, cells.unnamed_sums
     most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": cells.tally()},
@@ -283,38 +269,37 @@ def _report(
                 "min_cells": int((~keep_gene).sum()),
             },
         },
-        "coverage": coverage.as_json()
-        | {
+        "coverage": {
+            **coverage.as_json(),
             "summed": dict(islice(genes.summed.items(), 10)),
-            "counts_frac": 1 - float(lost.sum()) / max(total, 1),
+            "counts_frac": 1 - float(lost.sum()) / max(cells.total, 1),
             "lost_names": [reader.var_names[row] for row in most_lost],
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
-    } | distributions(options, measures, kept)
-
-
-def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
-    """Entries of a QC report: quantiles and histograms of measures of cells, and the options."""
-
-    def at(values: np.ndarray) -> list[float]:
-        return np.quantile(values, QUANTILES).tolist()
-
-    quantiles = {name: {"before": at(values), "after": at(values[kept])} for name, values in measures.items()}
-    return {
-        "quantiles": quantiles | {"at": list(QUANTILES)},
-        "histograms": {name: _histogram(values, kept, name != "mito_frac") for name, values in measures.items()},
-        "options": options.model_dump(mode="json"),
+        **distributions(options, measures, kept),
     }
 
 
-def _histogram(values: np.ndarray, kept: np.ndarray, logarithmic: bool) -> dict[str, list[float] | list[int]]:
-    """Cells in each bin, before and after QC; on a log scale the first bin includes zeros."""
-    if logarithmic:
-        edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
-        values = np.maximum(values, 1)
-    else:
-        edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
-    edges[-1] = max(edges[-1], float(values.max()))  # rounding may have moved the last edge below the maximum
-    before, after = np.histogram(values, edges)[0], np.histogram(values[kept], edges)[0]
-    return {"edges": edges.tolist(), "before": before.tolist(), "after": after.tolist()}
+def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
+    """Entries of a QC report: quantiles and histograms of measures of cells, before and after QC, and the options.
+
+    Bins are equal on a log scale, whose first bin includes zeros; bins of `mito_frac` on a linear one.
+    """
+    quantiles, histograms = {}, {}
+    for name, values in measures.items():
+        before, after = (np.quantile(some, QUANTILES).tolist() for some in (values, values[kept]))
+        quantiles[name] = {"before": before, "after": after}
+        if name == "mito_frac":
+            edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
+        else:
+            edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
+            values = np.maximum(values, 1)
+        edges[-1] = max(edges[-1], float(values.max()))  # rounding may have moved the last edge below the maximum
+        n_before, n_after = (np.histogram(some, edges)[0].tolist() for some in (values, values[kept]))
+        histograms[name] = {"edges": edges.tolist(), "before": n_before, "after": n_after}
+    return {
+        "quantiles": quantiles | {"at": list(QUANTILES)},
+        "histograms": histograms,
+        "options": options.model_dump(mode="json"),
+    }

@@ -1,4 +1,4 @@
-"""Sequences on their way to shards: the records that stay, and the vocabulary of residues.
+"""Sequences on their way to shards: the records that stay.
 
 A sequence is treated as a cell whose genes are its residues in order. Quality control is its length
 (`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays. Cells of which only the rank
@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
-from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.obs import choose_obs
@@ -30,7 +27,6 @@ DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
 RANKED = ("filter", "no genes", "min_genes", "duplicate")
 """The same of a cell of ranks."""
-_KEPT = -1
 
 
 def preprocess_sequences(
@@ -42,7 +38,7 @@ def preprocess_sequences(
     """
     chosen = choose_obs(reader, options.keep_obs, columns)
     lengths, reason = _measure(reader, options, chosen.keep)
-    kept = reason == _KEPT
+    kept = reason < 0
     names = RANKED if reader.ranked else DROPPED
     dropped = {name: int((reason == number).sum()) for number, name in enumerate(names)}
     if not kept.any():
@@ -79,27 +75,7 @@ def _measure(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tup
             key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()
             checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
             lengths.append(stop - start)
-            reasons.append(checks.index(True) if any(checks) else _KEPT)
+            reasons.append(checks.index(True) if any(checks) else -1)
             if not any(checks):
                 seen.add(key)
     return np.array(lengths, np.int64), np.array(reasons, np.int8)
-
-
-def sequence_vocabulary(paths: list[Path]) -> Vocabulary:
-    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
-
-    Of ranked cells all genes of the file, with its symbols and medians, which all files share.
-    """
-    n_cells, residues, symbols, medians = np.zeros(0, np.int64), list[str](), list[str](), np.ones(0, np.float32)
-    for path in paths:
-        with open_counts(path) as reader:
-            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
-            if path == paths[0]:
-                n_cells, residues, medians = np.zeros(reader.n_vars, np.int64), reader.var_names, own
-                symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
-            if reader.var_names != residues or not np.array_equal(own, medians):
-                raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
-            for block in reader.rows():
-                pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
-                n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
-    return Vocabulary(residues, symbols, n_cells, medians)

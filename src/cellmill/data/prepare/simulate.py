@@ -17,10 +17,8 @@ precise enough to recover the counts exactly.
 import gzip
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,15 +39,62 @@ MITO_GENES = 13
 _RNA = ("RN", *(f"T{letter}" for letter in "ACDEFGHIKLMNPQRSTVWY"))  # MT-RNR1, MT-TA ...: not protein-coding
 
 
-@dataclass(frozen=True)
 class Simulation:
-    """Simulated cells: `obs` (cell_type, batch, donor, perturbation), `var` (index Ensembl id, symbol), counts."""
+    """Simulated cells with human genes, including the 13 mitochondrial ones.
 
-    obs: pd.DataFrame
-    var: pd.DataFrame
-    _seed: int
-    _programmes: np.ndarray  # (programmes, genes) log fold change per unit of activity
-    _effects: dict[str, np.ndarray]  # obs column -> (levels, genes) log expression or log fold change
+    With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
+    `obs` has cell_type, batch, donor and perturbation, `var` the symbol of each Ensembl id. Raises ConfigError when a
+    number is out of range.
+    """
+
+    def __init__(
+        self, cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
+    ) -> None:
+        first = {symbol: gene for gene, symbol in reversed(gene_table("human").symbols.items()) if symbol != gene}
+        known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
+        mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
+        mito = mito[:MITO_GENES]
+        for name, value, low, high in (
+            ("cells", cells, 1, 2**31),
+            ("genes", genes, 2 * MITO_GENES, len(known)),
+            ("types", types, 1, 1000),
+            ("batches", batches, 1, 1000),
+            ("perturbations", perturbations, 0, genes - MITO_GENES),
+            ("seed", seed, 0, 2**63),
+        ):
+            _require_between(name, value, low, high)
+        others = [gene for gene in sorted(known) if gene not in mito][: genes - MITO_GENES]
+        ids = sorted([*others, *mito])
+        self.var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
+        self._seed, random = seed, _random(seed, 0, 0)
+        base = random.normal(0, 1.5, genes).astype(np.float32)
+        targets = np.sort(random.choice([ids.index(gene) for gene in others], perturbations, replace=False))
+        donors = batches * DONORS_PER_BATCH
+        donor = random.integers(donors, size=cells)
+        perturbed = random.integers(-perturbations, perturbations, cells) if perturbations else np.full(cells, -1)
+        levels = {
+            "cell_type": (random.integers(types, size=cells), [f"type_{k}" for k in range(types)]),
+            "batch": (donor // DONORS_PER_BATCH, [f"batch_{k}" for k in range(batches)]),
+            "donor": (donor, [f"donor_{k}" for k in range(donors)]),
+            "perturbation": (np.maximum(perturbed + 1, 0), ["control", *self.var["symbol"].iloc[targets]]),
+        }
+        columns = {name: pd.Categorical.from_codes(codes, pd.Index(names)) for name, (codes, names) in levels.items()}
+        self.obs = pd.DataFrame(columns, index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"))
+        tree = np.zeros((1, genes), np.float32)
+        while len(tree) < types:  # along each edge a tenth of the genes drifts
+            tree = np.repeat(tree, 2, axis=0)
+            tree += _sparse_normal(random, tree.shape, 0.1, 1.0)
+        # log expression, or log fold change, of the levels of each column
+        self._effects = {
+            "cell_type": base + tree[:types],
+            "batch": _sparse_normal(random, (batches, genes), 0.5, 0.3),
+            "donor": _sparse_normal(random, (donors, genes), 0.2, 0.3),
+        }
+        changed = _sparse_normal(random, (perturbations, genes), 0.05, 0.7)
+        changed[np.arange(perturbations), targets] = np.log(0.1)
+        self._effects["perturbation"] = np.concatenate([np.zeros((1, genes), np.float32), changed])
+        # log fold change per unit of activity
+        self._programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
 
     def blocks(self) -> Iterator[sp.csr_matrix]:
         """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may be called again."""
@@ -70,77 +115,17 @@ class Simulation:
             yield sp.csr_matrix(np.minimum(counts, np.iinfo(np.uint16).max).astype(np.uint16))
 
 
-def simulate_cells(
-    cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
-) -> Simulation:
-    """Simulate cells with human genes, including the 13 mitochondrial ones.
-
-    With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
-    Raises ConfigError when a number is out of range.
-    """
-    first = {symbol: gene for gene, symbol in reversed(gene_table("human").symbols.items()) if symbol != gene}
-    known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
-    mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
-    mito = mito[:MITO_GENES]
-    for name, value, low, high in (
-        ("cells", cells, 1, 2**31),
-        ("genes", genes, 2 * MITO_GENES, len(known)),
-        ("types", types, 1, 1000),
-        ("batches", batches, 1, 1000),
-        ("perturbations", perturbations, 0, genes - MITO_GENES),
-        ("seed", seed, 0, 2**63),
-    ):
-        if not low <= value <= high:
-            raise ConfigError(f"--{name}: expected {low:,} to {high:,}, got {value}")
-    others = [gene for gene in sorted(known) if gene not in mito][: genes - MITO_GENES]
-    ids = sorted([*others, *mito])
-    var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
-    random = _random(seed, 0, 0)
-    base = random.normal(0, 1.5, genes).astype(np.float32)
-    targets = np.sort(random.choice([ids.index(gene) for gene in others], perturbations, replace=False))
-    donors = batches * DONORS_PER_BATCH
-    donor = random.integers(donors, size=cells)
-    perturbed = random.integers(-perturbations, perturbations, cells) if perturbations else np.full(cells, -1)
-    obs = pd.DataFrame(
-        {
-            "cell_type": _named(random.integers(types, size=cells), [f"type_{k}" for k in range(types)]),
-            "batch": _named(donor // DONORS_PER_BATCH, [f"batch_{k}" for k in range(batches)]),
-            "donor": _named(donor, [f"donor_{k}" for k in range(donors)]),
-            "perturbation": _named(np.maximum(perturbed + 1, 0), ["control", *var["symbol"].iloc[targets]]),
-        },
-        index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"),
-    )
-    effects = {
-        "cell_type": base + _tree(random, types, genes),
-        "batch": _sparse_normal(random, (batches, genes), 0.5, 0.3),
-        "donor": _sparse_normal(random, (donors, genes), 0.2, 0.3),
-    }
-    perturbed_genes = _sparse_normal(random, (perturbations, genes), 0.05, 0.7)
-    perturbed_genes[np.arange(perturbations), targets] = np.log(0.1)
-    effects["perturbation"] = np.concatenate([np.zeros((1, genes), np.float32), perturbed_genes])
-    programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
-    return Simulation(obs, var, seed, programmes, effects)
+def _require_between(option: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"--{option}: expected {low:,} to {high:,}, got {value}")
 
 
 def _random(seed: int, stream: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, 0, number]))
 
 
-def _named(codes: np.ndarray, names: list[str]) -> Any:
-    return pd.Categorical.from_codes(codes, pd.Index(names))
-
-
-def _sparse_normal(random: np.random.Generator, shape: tuple[int, int], frac: float, sd: float) -> np.ndarray:
+def _sparse_normal(random: np.random.Generator, shape: tuple[int, ...], frac: float, sd: float) -> np.ndarray:
     return (random.normal(0, sd, shape) * (random.random(shape) < frac)).astype(np.float32)
-
-
-def _tree(random: np.random.Generator, leaves: int, genes: int) -> np.ndarray:
-    """Log fold changes of the leaves of a binary tree; a tenth of the genes drifts along each edge."""
-    nodes = np.zeros((1, genes), np.float32)
-    while len(nodes) < leaves:
-        nodes = np.repeat(nodes, 2, axis=0)
-        nodes += _sparse_normal(random, nodes.shape, 0.1, 1.0)
-    return nodes[:leaves]
 
 
 FREQUENCY = {
@@ -159,16 +144,15 @@ LONGEST_DELETION = 10
 
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
     """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy. Raises ConfigError."""
-    for name, value, high in (("cells", sequences, 10**7), ("types", families, 1000)):
-        if not 1 <= value <= high:
-            raise ConfigError(f"--{name}: expected 1 to {high:,}, got {value}")
+    _require_between("cells", sequences, 1, 10**7)
+    _require_between("types", families, 1, 1000)
     with atomic_path(out) as temporary:
         text = "".join(_records(sequences, families, seed)).encode()
         temporary.write_bytes(gzip.compress(text, mtime=0) if out.suffix == ".gz" else text)
 
 
 def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
-    random = np.random.Generator(np.random.Philox(key=[seed, 0]))
+    random = _random(seed, 0, 0)
     letters, weights = np.array(list(FREQUENCY)), np.array(list(FREQUENCY.values()))
     frequency = weights / weights.sum()
     similar = {letter: list(group) for group in SIMILAR for letter in group}

@@ -1,0 +1,150 @@
+"""HDF5 files that store genes x cells: 10x Genomics .h5, as Cell Ranger writes them, and Loom of loompy and velocyto.
+
+10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes are named by id, which
+is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`. `counts` is X, or the name of a genome to
+read its genes alone.
+
+Loom files are dense, with attributes of rows and columns. Genes are named by `Accession`, which is unique, else by
+`Gene`; `counts` is X (`matrix`) or the name of a layer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.inputs.matrices import (
+    REAL,
+    WHOLE,
+    DenseMatrix,
+    SparseMatrix,
+    StoredMatrix,
+    checked_shape,
+    is_array,
+    native,
+    require_kind,
+)
+from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
+from cellmill.errors import DataError
+
+_V2 = ("barcodes", "genes", "gene_names", "data", "indices", "indptr", "shape")
+_LOOM_CELLS = ("CellID", "obs_names", "cell_id", "Barcode", "barcode")
+_LOOM_GENES = ("Accession", "var_names", "Gene", "gene_ids", "gene")
+_LOOM_SYMBOLS = ("Gene", "gene", "symbol")
+
+
+def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
+    """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
+    if _is_v3(file):
+        return _open_v3(path, file["matrix"], counts)
+    genomes = _genomes(file)
+    if counts == "X" and len(genomes) > 1:
+        raise DataError(f"{path}: has {len(genomes)} genomes; set the dataset's `counts` to {' or '.join(genomes)}")
+    genome = genomes[0] if counts == "X" else counts
+    require_matrix(path, genome, genomes)
+    matrix, barcodes = _matrix_of(path, file[genome])
+    ids = _read_texts(path, file[genome]["genes"], "genes", matrix.shape[1])
+    names = _read_texts(path, file[genome]["gene_names"], "gene_names", len(ids))
+    return CountSource(path, counts, matrix, barcodes, pd.DataFrame({"symbol": names}, index=ids))
+
+
+class _GenesOf(StoredMatrix):
+    """Some genes of a matrix."""
+
+    def __init__(self, matrix: StoredMatrix, columns: np.ndarray):
+        self._matrix, self._columns = matrix, columns
+        self.shape = (matrix.shape[0], len(columns))
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        return (part[:, self._columns] for part in self._matrix.blocks(block))
+
+
+def _is_v3(file: Any) -> bool:
+    matrix = file.get("matrix")
+    return matrix is not None and not is_array(matrix) and "features" in matrix
+
+
+def _genomes(file: Any) -> list[str]:
+    """Groups of a file of version 2."""
+    groups = {name: file.get(name) for name in file}
+    return [n for n, g in groups.items() if g is not None and not is_array(g) and all(key in g for key in _V2)]
+
+
+def _open_v3(path: Path, group: Any, counts: str) -> CountSource:
+    matrix, barcodes = _matrix_of(path, group)
+    features, n_vars = group["features"], matrix.shape[1]
+    columns = {"id": _read_texts(path, features.get("id"), "features/id", n_vars)}
+    for column, name in {"symbol": "name", "feature_types": "feature_type", "genome": "genome"}.items():
+        if name in features:
+            columns[column] = _read_texts(path, features[name], f"features/{name}", n_vars)
+    genomes = sorted({*columns.get("genome", ())} - {""})
+    if len(genomes) > 1:  # Cell Ranger puts the genome before ids and symbols
+        for column in columns.keys() & {"id", "symbol"}:
+            texts = zip(columns[column], columns["genome"])
+            columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
+    ids = columns.pop("id")
+    var = pd.DataFrame(columns, index=pd.Index(ids, dtype=object))
+    if counts == "X":
+        return CountSource(path, counts, matrix, barcodes, var, genomes if len(genomes) > 1 else [])
+    require_matrix(path, counts, ["X", *genomes])
+    chosen = np.flatnonzero(var["genome"] == counts)
+    return CountSource(path, counts, _GenesOf(matrix, chosen), barcodes, var.iloc[chosen])
+
+
+def _matrix_of(path: Path, group: Any) -> tuple[SparseMatrix, pd.DataFrame]:
+    """Matrix and obs. The file's shape is genes x cells, so its columns are our rows."""
+    stored = require_kind(path, "shape", group.get("shape"), WHOLE)
+    n_vars, n_obs = checked_shape(path, "matrix", stored[:3])
+    barcodes = _read_texts(path, group.get("barcodes"), "barcodes", n_obs)
+    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))
+    return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
+
+
+def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
+    """Values of a text array as str. Raises DataError unless it has `length` of them."""
+    if not is_array(array) or array.shape != (length,):
+        got = array.shape if is_array(array) else None
+        raise DataError(f"{path}: damaged: expected {length:,} {name}, got {got or 'none'}")
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in array[()].tolist()]
+
+
+def _names_in_loom(path: Path, file: Any) -> DeclaredNames:
+    return DeclaredNames([*file["col_attrs"]], ["X", *sorted(file.get("layers", ()))])
+
+
+def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
+    """The matrix of an open HDF5 file, or its layer `counts`."""
+    known = _names_in_loom(path, file).counts
+    require_matrix(path, counts, known)
+    matrix = DenseMatrix(path, counts, file["matrix"] if counts == "X" else file["layers"][counts], cells_axis=1)
+    obs = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
+    var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
+    if (symbols := next((name for name in _LOOM_SYMBOLS if name in var), None)) is not None:
+        var = var.assign(symbol=var[symbols])
+    return CountSource(path, counts, matrix, obs, var, [name for name in known if name != counts])
+
+
+def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str, ...]) -> pd.DataFrame:
+    """Attributes of one number or text each, indexed by the first of `names` that is unique, else that is there."""
+    columns = {}
+    for name, array in file[where].items():
+        if is_array(array) and array.shape is not None and len(array.shape) == 1:
+            is_number = array.dtype.kind in REAL and array.shape == (length,)
+            columns[name] = native(array[()]) if is_number else _read_texts(path, array, f"{where}/{name}", length)
+    there = [name for name in names if name in columns]
+    if not there:
+        raise DataError(f"{path}: {where} has no names; expected one of {', '.join(names)}, got {', '.join(columns)}")
+    index = next((name for name in there if len(np.unique(columns[name])) == length), there[0])
+    return pd.DataFrame(columns, index=pd.Index([str(text) for text in columns[index]], dtype=object))
+
+
+TENX = Format("10x .h5", lambda path, file: file is not None and (_is_v3(file) or bool(_genomes(file))), _open_tenx)
+LOOM = Format(
+    ".loom",
+    lambda path, file: file is not None and is_array(file.get("matrix")) and {"row_attrs", "col_attrs"} <= {*file},
+    _open_loom,
+    _names_in_loom,
+)
