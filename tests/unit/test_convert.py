@@ -17,7 +17,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.run import Stream
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.prepare.sequences import preprocess_sequences
+from cellmill.data.prepare.preprocess import preprocess_sequences
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream

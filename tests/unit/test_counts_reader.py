@@ -18,7 +18,6 @@ import scipy.sparse as sp
 from limits import limited
 
 from cellmill.config.load import load_config
-from cellmill.data.arrays import counts_per_10k
 from cellmill.data.inputs import h5_walk, matrices
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.formats import declared_names, open_counts, open_dataset
@@ -139,15 +138,6 @@ def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path
     pd.testing.assert_frame_equal(back.obs, obs)
     pd.testing.assert_frame_equal(back.var, var)
     assert (matrix[5:9] != ad.read_h5ad(path, backed="r")[5:9].to_memory().X).nnz == 0
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_counts_per_10k_are_scanpys_normalisation_and_skip_empty_cells(dtype: type) -> None:
-    matrix = sp.csr_matrix(np.array([[0, 3, 1], [0, 0, 0], [7, 0, 0], [0, 0, 0]], np.uint16))
-    values = counts_per_10k(matrix.data, matrix.indptr, dtype)
-    assert values.dtype == dtype
-    assert values.tolist() == [7500, 2500, 10_000]
-    assert counts_per_10k(matrix.data[:0], np.zeros(3, int), dtype).tolist() == []
 
 
 def spoil(value: float) -> np.ndarray:

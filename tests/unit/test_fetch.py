@@ -15,7 +15,6 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.config.datasets import read_datasets
 from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
@@ -68,7 +67,7 @@ def test_a_url_of_each_protocol_is_read_as_the_file(
 ) -> None:
     with fsspec.open("memory://bucket/cells.h5ad", "wb") as file:
         file.write(content)
-    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    stored = in_zarr(counts, tmp_path)
     memory = fsspec.filesystem("memory")
     memory.put(str(stored), "/bucket/", recursive=True)
     cache = tmp_path / "cache"
@@ -95,7 +94,7 @@ def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
 ) -> None:
     s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
     moto = pytest.importorskip("moto.server", reason="moto, a local S3, is not installed")
-    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    stored = in_zarr(counts, tmp_path)
     local = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     local.start()
     try:
@@ -193,11 +192,6 @@ def test_no_message_has_credentials(server: Server, tmp_path: Path, capsys: pyte
         printed = capsys.readouterr().err
         assert "https://example.org/cells.h5ad: has credentials (" in printed
         assert "hunter2" not in printed
-        table = tmp_path / "datasets.tsv"
-        table.write_text(f"dataset\tpath\nx\t{url}\n")
-        with pytest.raises(ConfigError, match="has credentials") as error:
-            read_datasets(table)
-        assert "hunter2" not in str(error.value)
     with pytest.raises(DataError) as failed:
         fetch_url(server.url("none.h5ad?part=hunter2"), tmp_path)
     assert "hunter2" not in str(failed.value)

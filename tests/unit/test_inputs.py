@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., Path]
 CELLS = [f"cell_{i}" for i in range(230)]
 GENES = [f"gene_{j}" for j in range(37)]
+FORMS = (sp.csr_matrix, sp.csc_matrix, sp.csr_matrix.toarray)
 OBS = pd.DataFrame({"kind": pd.Categorical(["a", "b"] * 115), "depth": np.arange(230.0)}, CELLS)
 
 
@@ -57,51 +58,39 @@ def h5ad(matrix: Any, path: Path) -> Path:
     return path
 
 
-def in_zarr(form: Any, version: int) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        cells = ad.AnnData(form(counts), OBS, pd.DataFrame(index=GENES))
-        with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
-            warnings.simplefilter("ignore")
-            cells.write_zarr(folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None)
-        return folder / "cells.zarr"
-
-    return write
+def in_zarr(counts: sp.csr_matrix, folder: Path, form: Any = sp.csr_matrix, version: int = 3) -> Path:
+    cells = ad.AnnData(form(counts), OBS, pd.DataFrame(index=GENES))
+    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
+        warnings.simplefilter("ignore")
+        cells.write_zarr(folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None)
+    return folder / "cells.zarr"
 
 
 def zarr_zip(counts: sp.csr_matrix, folder: Path) -> Path:
-    stored = in_zarr(sp.csr_matrix, 3)(counts, folder)
-    with zipfile.ZipFile(folder / "cells.zarr.zip", "w") as archive:
-        for file in sorted(stored.rglob("*")):
-            archive.write(file, file.relative_to(stored).as_posix())
+    stored = in_zarr(counts, folder)
+    shutil.make_archive(str(stored), "zip", stored)
     shutil.rmtree(stored)
     return folder / "cells.zarr.zip"
 
 
-def with_filter(**filters: Any) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        path = h5ad(counts, folder / "filtered.h5ad")
-        with h5py.File(path, "a") as file:
-            for name in ("data", "indices", "indptr"):
-                values = file["X"][name][:]
-                del file["X"][name]
-                file["X"].create_dataset(name, data=values, chunks=(100,), **filters)
-        return path
-
-    return write
+def with_filter(counts: sp.csr_matrix, folder: Path, **filters: Any) -> Path:
+    path = h5ad(counts, folder / "filtered.h5ad")
+    with h5py.File(path, "a") as file:
+        for name in ("data", "indices", "indptr"):
+            values = file["X"][name][:]
+            del file["X"][name]
+            file["X"].create_dataset(name, data=values, chunks=(100,), **filters)
+    return path
 
 
-def big_endian(form: Any) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        path = h5ad(form(counts), folder / "big.h5ad")
-        with h5py.File(path, "a") as file:
-            names = ["X"] if isinstance(file["X"], h5py.Dataset) else [f"X/{n}" for n in ("data", "indices", "indptr")]
-            for name in names:
-                values, attributes = file[name][()], dict(file[name].attrs)
-                del file[name]
-                file.create_dataset(name, data=values.astype(values.dtype.newbyteorder(">"))).attrs.update(attributes)
-        return path
-
-    return write
+def big_endian(counts: sp.csr_matrix, folder: Path, form: Any) -> Path:
+    path = h5ad(form(counts), folder / "big.h5ad")
+    with h5py.File(path, "a") as file:
+        for name in ["X"] if isinstance(file["X"], h5py.Dataset) else [f"X/{n}" for n in ("data", "indices", "indptr")]:
+            values, attributes = file[name][()], dict(file[name].attrs)
+            del file[name]
+            file.create_dataset(name, data=values.astype(values.dtype.newbyteorder(">"))).attrs.update(attributes)
+    return path
 
 
 def write_arrays(group: h5py.Group, counts: sp.csr_matrix) -> None:
@@ -144,65 +133,52 @@ def tenx_v2(counts: sp.csr_matrix, folder: Path, genome: str = "GRCh38") -> Path
     return folder / "filtered_gene_bc_matrices.h5"
 
 
-def matrix_market(end: str, genes: str, field: str, by_gene: bool) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        stored = counts.T.tocoo() if by_gene else counts.T.tocsc().tocoo()
-        plain = folder / "sample_matrix.mtx"
-        scipy.io.mmwrite(plain, stored.astype(int if field == "integer" else float), field=field, comment="from a test")
-        (folder / f"sample_{genes}.tsv").write_text("".join(f"{g}\t{g}\tGene Expression\n" for g in GENES))
-        (folder / "sample_barcodes.tsv").write_text("".join(f"{cell}\n" for cell in CELLS))
-        for file in list(folder.glob("sample_*")) if end else []:
-            with gzip.open(f"{file}{end}", "wb") as packed:
-                packed.write(file.read_bytes())
-            file.unlink()
-        return folder
-
-    return write
-
-
-def loom(chunks: Any) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        with h5py.File(folder / "cells.loom", "w") as file:
-            file.create_dataset("matrix", data=counts.toarray().T, chunks=chunks, compression=chunks and "gzip")
-            file["layers/spliced"] = counts.toarray().T + 1
-            file["row_attrs/Gene"], file["row_attrs/Accession"] = np.array(["G"] * 37, "S"), np.array(GENES, "S")
-            file["col_attrs/CellID"], file["col_attrs/depth"] = np.array(CELLS, "S"), np.arange(230.0)
-            file.create_group("row_graphs")
-        return folder / "cells.loom"
-
-    return write
+def matrix_market(
+    counts: sp.csr_matrix, folder: Path, end: str = "", genes: str = "features", field: str = "integer"
+) -> Path:
+    """Sorted by cell if counts are integers, else by gene."""
+    stored = counts.T.tocsc().tocoo().astype(int) if field == "integer" else counts.T.tocoo().astype(float)
+    scipy.io.mmwrite(folder / "sample_matrix.mtx", stored, field=field, comment="from a test")
+    (folder / f"sample_{genes}.tsv").write_text("".join(f"{g}\t{g}\tGene Expression\n" for g in GENES))
+    (folder / "sample_barcodes.tsv").write_text("".join(f"{cell}\n" for cell in CELLS))
+    for file in list(folder.glob("sample_*")) if end else []:
+        with gzip.open(f"{file}{end}", "wb") as packed:
+            packed.write(file.read_bytes())
+        file.unlink()
+    return folder
 
 
-def plugin_filter(name: str) -> Callable[[sp.csr_matrix, Path], Path]:
-    def write(counts: sp.csr_matrix, folder: Path) -> Path:
-        hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
-        return with_filter(**getattr(hdf5plugin, name)())(counts, folder)
+def loom(counts: sp.csr_matrix, folder: Path, chunks: Any = None) -> Path:
+    with h5py.File(folder / "cells.loom", "w") as file:
+        file.create_dataset("matrix", data=counts.toarray().T, chunks=chunks, compression=chunks and "gzip")
+        file["layers/spliced"] = counts.toarray().T + 1
+        file["row_attrs/Gene"], file["row_attrs/Accession"] = np.array(["G"] * 37, "S"), np.array(GENES, "S")
+        file["col_attrs/CellID"], file["col_attrs/depth"] = np.array(CELLS, "S"), np.arange(230.0)
+        file.create_group("row_graphs")
+    return folder / "cells.loom"
 
-    return write
+
+def plugin_filter(counts: sp.csr_matrix, folder: Path, name: str) -> Path:
+    hdf5plugin = pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
+    return with_filter(counts, folder, **getattr(hdf5plugin, name)())
 
 
 FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
-    "gzip": with_filter(compression="gzip", shuffle=True),
-    "lzf": with_filter(compression="lzf"),
-    "zstd": plugin_filter("Zstd"),
-    "blosc": plugin_filter("Blosc"),
-    "big-endian csr": big_endian(sp.csr_matrix),
-    "big-endian csc": big_endian(sp.csc_matrix),
-    "big-endian dense": big_endian(sp.csr_matrix.toarray),
+    "gzip": partial(with_filter, compression="gzip", shuffle=True),
+    "lzf": partial(with_filter, compression="lzf"),
+    "zstd": partial(plugin_filter, name="Zstd"),
+    "blosc": partial(plugin_filter, name="Blosc"),
     "anndata 0.6": legacy,
-    **{
-        f"zarr {version} {form.__name__}": in_zarr(form, version)
-        for version in (2, 3)
-        for form in (sp.csr_matrix, sp.csc_matrix, sp.csr_matrix.toarray)
-    },
+    **{f"big-endian {form.__name__}": partial(big_endian, form=form) for form in FORMS},
+    **{f"zarr {v} {form.__name__}": partial(in_zarr, form=form, version=v) for v in (2, 3) for form in FORMS},
     "zarr zip": zarr_zip,
     "10x v3": tenx_v3,
     "10x v2": tenx_v2,
-    "mtx": matrix_market("", "genes", "integer", by_gene=False),
-    "mtx.gz": matrix_market(".gz", "features", "real", by_gene=True),
-    "loom": loom((8, 8)),
-    "loom of wide chunks": loom((1, 230)),
-    "loom without chunks": loom(None),
+    "mtx": partial(matrix_market, genes="genes"),
+    "mtx.gz": partial(matrix_market, end=".gz", field="real"),
+    "loom": partial(loom, chunks=(8, 8)),
+    "loom of wide chunks": partial(loom, chunks=(1, 230)),
+    "loom without chunks": loom,
 }
 
 
@@ -253,7 +229,7 @@ def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_m
     with open_counts(legacy(counts, tmp_path)) as reader:
         assert reader.obs.half.tolist()[:3] == ["even", "odd", "even"]
         assert reader.var.half.dtype == "category"
-    path = loom((8, 8))(counts, tmp_path)
+    path = loom(counts, tmp_path)
     assert (read(path, "spliced") != (counts + np.ones(counts.shape)).astype(np.uint32)).sum() == 0
     with open_counts(path) as reader:
         assert reader.obs["depth"].tolist()[:2] == [0.0, 1.0]
@@ -280,7 +256,7 @@ def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(counts: sp.csr
 
 
 def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
-    file = matrix_market("", "features", "integer", by_gene=False)(counts, tmp_path) / "sample_matrix.mtx"
+    file = matrix_market(counts, tmp_path) / "sample_matrix.mtx"
     whole = file.read_text()
     first = whole.splitlines()[3]
     cases = {
@@ -361,7 +337,7 @@ def test_special_files_are_refused(counts: sp.csr_matrix, tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe.h5ad")
     assert refusal(tmp_path / "pipe.h5ad") == f"{tmp_path}/pipe.h5ad: expected a file, got a FIFO"
     assert refusal(Path("/dev/zero")) == "/dev/zero: expected a file, got a device"
-    stored = in_zarr(sp.csr_matrix, 3)(counts, tmp_path)
+    stored = in_zarr(counts, tmp_path)
     os.mkfifo(stored / "pipe")
     assert "no regular file" in refusal(stored)
     (stored / "pipe").unlink()
@@ -376,7 +352,7 @@ def test_special_files_are_refused(counts: sp.csr_matrix, tmp_path: Path) -> Non
 
 
 def test_a_zarr_of_pickles_or_of_declared_size_is_refused(counts: sp.csr_matrix, tmp_path: Path) -> None:
-    stored = in_zarr(sp.csr_matrix, 2)(counts, tmp_path)
+    stored = in_zarr(counts, tmp_path, version=2)
     group = zarr.open_group(stored, mode="a", use_consolidated=False)
     del group["X/data"]
     group.create_array("X/data", shape=(10**12,), chunks=(1 << 16,), dtype="f4")
@@ -468,9 +444,7 @@ def test_normalised_values_that_were_rounded_are_warned_of(
     [(40, 0), pytest.param(500, random.SystemRandom().randrange(10**9), id="random seed", marks=pytest.mark.full)],
 )
 def test_mutated_inputs_are_read_or_refused_in_one_line(files: int, seed: int) -> None:
-    words = ["-m", "tests.unit.fuzzed_inputs", "--files", str(files), "--seed", str(seed)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    words = [sys.executable, "-W", "ignore", "-m", "tests.unit.fuzzed_inputs", str(files), str(seed)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"seed {seed}: {done.stderr}"
     assert done.stdout == f"{files} of {files} are read or refused in one line\n"

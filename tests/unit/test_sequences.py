@@ -13,7 +13,6 @@ from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.config.run import Stream
 from cellmill.data.genes.build import build_vocabulary
-from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
@@ -21,7 +20,6 @@ from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, plac
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.embed import tokens_of
 from cellmill.stages import cells as embed
 from cellmill.stages import data as preprocess
 from tests.unit.exported import export_model, make_corpus
@@ -196,9 +194,3 @@ def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Pa
     assert np.isnan(few.obsm["X_cellmill"]).any(axis=1).tolist() == [False, False, False, True, False, False]
     np.testing.assert_allclose(two["u"].obsm["X_cellmill"], few["again"].obsm["X_cellmill"], atol=1e-6)
     assert np.abs(two["u"].obsm["X_cellmill"] - two["r"].obsm["X_cellmill"]).max() > 1e-3
-
-    with open_dataset(fasta) as reader:  # numbers of obs, the targets of a regression, reach the batches
-        columns, numbers = match_columns(reader, residues), np.arange(6, dtype=np.float64)[:, None]
-        given = (residues, Tokens.model_validate(TOKENS), np.ones(6, bool), np.zeros(2, np.int64))
-        (batch,) = tokens_of(reader.rows(), columns, *given, per_cell={"numbers": numbers})
-    assert batch.numbers[:, 0].tolist() == batch.cells.tolist() == [0, 1, 2, 4, 5]  # type: ignore[index]

@@ -56,6 +56,7 @@ TABLES = {
     "an empty file": ("", "no datasets; add a row per .h5ad file"),
     "a header alone": ("dataset\tpath\n", "no datasets; add a row per .h5ad file"),
     "an unknown column": ("dataset\tpth\na\tb\n", "unknown column 'pth'; did you mean 'path'?"),
+    "credentials": ("dataset\tpath\na\ts3://u:p@b/c\n", "line 2: path: s3://b/c: has credentials (a user before @), "),
     "no path": ("dataset\tpath\na\t\n", "line 2: path: is missing"),
     "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),

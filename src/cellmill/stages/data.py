@@ -13,8 +13,7 @@ from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
-from cellmill.data.prepare.preprocess import preprocess_cells
-from cellmill.data.prepare.sequences import preprocess_sequences
+from cellmill.data.prepare.preprocess import preprocess_cells, preprocess_sequences
 from cellmill.data.prepare.simulate import Simulation, read_demo, shipped_file, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards

@@ -9,6 +9,7 @@ among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the var
 of variance over mean, with large counts clipped: that takes a second pass over the cells.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
@@ -288,28 +289,27 @@ def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
 def _union(paths: list[Path]) -> dict[str, str]:
     """Symbol of every gene in the files; if they differ, the first in alphabetical order."""
     symbols: dict[str, str] = {}
-    owners: dict[str, set[Path]] = {}
+    genes: dict[Path, list[str]] = {}
     organisms: dict[Path, set[str]] = {}
     for path in paths:
         with open_counts(path) as reader:
             organisms[path] = set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
             refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
-            own = reader.var.get("symbol", reader.var.index)
-            for gene, symbol in zip(reader.var_names, own):
-                for text in (gene, str(symbol)):
-                    if text != " ".join(text.split()) or gene in SPECIAL:
-                        raise DataError(f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace")
-                symbols[gene] = min(symbols.get(gene, str(symbol)), str(symbol))
-                owners.setdefault(gene, set()).add(path)
-    alone = [path for path in paths if all(path not in files or len(files) == 1 for files in owners.values())]
-    alone = [path for path in alone if any(_share(organisms[path], organisms[p]) for p in organisms if p != path)]
-    if alone:
-        first = next(gene for gene, files in sorted(owners.items()) if alone[0] in files)
-        raise DataError(
-            f"{alone[0]}: no genes in common with the other datasets of the corpus (its first is {first}); "
-            "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus "
-            "of its own"
-        )
+            genes[path], own = reader.var_names, reader.var.get("symbol", reader.var.index)
+        for gene, symbol in zip(genes[path], map(str, own)):
+            for text in (gene, symbol):
+                if text != " ".join(text.split()) or gene in SPECIAL:
+                    raise DataError(f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace")
+            symbols[gene] = min(symbols.get(gene, symbol), symbol)
+    n_files = Counter(gene for own in genes.values() for gene in own)
+    for path in paths:
+        expected = any(_share(organisms[path], organisms[other]) for other in genes if other != path)
+        if expected and all(n_files[gene] == 1 for gene in genes[path]):
+            raise DataError(
+                f"{path}: no genes in common with the other datasets of the corpus (its first is {min(genes[path])}); "
+                "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a "
+                "corpus of its own"
+            )
     return symbols
 
 

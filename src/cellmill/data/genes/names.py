@@ -98,10 +98,10 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
         return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)))
     table = gene_table(organism)
-    texts = zip(names, *_columns(var, ID_COLUMNS))
-    found = [_look_up(name, others, table, organism) for name, *others in texts]
+    found = [_look_up(name, others, table, organism) for name, *others in zip(names, *_columns(var, ID_COLUMNS))]
     gene_ids = [gene for gene, _ in found]
-    symbols = [table.symbols.get(gene) or old or gene or name for gene, old, name in zip(gene_ids, own or gene_ids, names)]
+    texts = zip(names, gene_ids, own or gene_ids)
+    symbols = [table.symbols.get(gene) or symbol or gene or name for name, gene, symbol in texts]
     unknown = [name for name, gene in zip(names, gene_ids) if not gene]
     tally: dict[str, Any] = Counter(kind for _, kind in found)
     coverage = Coverage(organism, len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
@@ -236,12 +236,12 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
 
     A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its organisms.
     """
-    unique = sorted({*names})
     by_symbol = {symbol: row for row, symbol in enumerate(vocabulary.symbols)}
-    readings = [vocabulary.rows_of(unique).tolist(), [by_symbol.get(name, -1) for name in unique]]
-    for organism in _organisms(vocabulary):
-        readings.append(vocabulary.rows_of(map_genes(unique, pd.DataFrame(index=unique), organism).gene_ids).tolist())
-    return {name: next((row for row in rows if row >= 0), -1) for name, *rows in zip(unique, *readings)}
+    rows = {}
+    for name, known in names_of_genes(names, vocabulary).items():
+        first, *others = vocabulary.rows_of(known).tolist()
+        rows[name] = next((row for row in (first, by_symbol.get(name, -1), *others) if row >= 0), -1)
+    return rows
 
 
 def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tuple[str, ...]]:

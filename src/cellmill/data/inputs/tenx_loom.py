@@ -1,8 +1,8 @@
 """HDF5 files that store genes x cells: 10x Genomics .h5, as Cell Ranger writes them, and Loom of loompy and velocyto.
 
-10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes are named by id, which
-is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`. `counts` is X, or the name of a genome to
-read its genes alone.
+10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes are named by id,
+which is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`. `counts` is X, or the name of a
+genome to read its genes alone.
 
 Loom files are dense, with attributes of rows and columns. Genes are named by `Accession`, which is unique, else by
 `Gene`; `counts` is X (`matrix`) or the name of a layer.
@@ -27,10 +27,16 @@ from cellmill.data.inputs.matrices import (
     native,
     require_kind,
 )
-from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
+from cellmill.data.inputs.source import COUNTS, CountSource, DeclaredNames, Format, require_matrix
 from cellmill.errors import DataError
 
-_V2 = ("barcodes", "genes", "gene_names", "data", "indices", "indptr", "shape")
+_V2 = {"id": "genes", "symbol": "gene_names"}
+_V3 = {
+    "id": "features/id",
+    "symbol": "features/name",
+    "feature_types": "features/feature_type",
+    "genome": "features/genome",
+}
 _LOOM_CELLS = ("CellID", "obs_names", "cell_id", "Barcode", "barcode")
 _LOOM_GENES = ("Accession", "var_names", "Gene", "gene_ids", "gene")
 _LOOM_SYMBOLS = ("Gene", "gene", "symbol")
@@ -38,17 +44,34 @@ _LOOM_SYMBOLS = ("Gene", "gene", "symbol")
 
 def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
-    if _is_v3(file):
-        return _open_v3(path, file["matrix"], counts)
-    genomes = _genomes(file)
-    if counts == "X" and len(genomes) > 1:
-        raise DataError(f"{path}: has {len(genomes)} genomes; set the dataset's `counts` to {' or '.join(genomes)}")
-    genome = genomes[0] if counts == "X" else counts
-    require_matrix(path, genome, genomes)
-    matrix, barcodes = _matrix_of(path, file[genome])
-    ids = _read_texts(path, file[genome]["genes"], "genes", matrix.shape[1])
-    names = _read_texts(path, file[genome]["gene_names"], "gene_names", len(ids))
-    return CountSource(path, counts, matrix, barcodes, pd.DataFrame({"symbol": names}, index=ids))
+    name, stored_as = "matrix", _V3
+    if not (v3 := _is_v3(file)):
+        known, stored_as = _genomes(file), _V2
+        if counts == "X" and len(known) > 1:
+            raise DataError(f"{path}: has {len(known)} genomes; set {COUNTS} to {' or '.join(known)}")
+        name = known[0] if counts == "X" else counts
+        require_matrix(path, name, known)
+    group = file[name]
+    n_vars, n_obs = checked_shape(path, "matrix", require_kind(path, "shape", group.get("shape"), WHOLE)[:3])
+    barcodes = _read_texts(path, group.get("barcodes"), "barcodes", n_obs)
+    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))  # stored as genes x cells, by column
+    columns = {
+        column: _read_texts(path, group.get(array), array, n_vars)
+        for column, array in stored_as.items()
+        if column == "id" or array in group
+    }
+    genomes = sorted({*columns.get("genome", ())} - {""})
+    if len(genomes) > 1:  # Cell Ranger puts the genome before ids and symbols
+        for column in columns.keys() & {"id", "symbol"}:
+            texts = zip(columns[column], columns["genome"])
+            columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
+    ids = columns.pop("id")
+    obs, var = pd.DataFrame(index=pd.Index(barcodes, dtype=object)), pd.DataFrame(columns, pd.Index(ids, dtype=object))
+    if counts == "X" or not v3:
+        return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
+    require_matrix(path, counts, ["X", *genomes])
+    chosen = np.flatnonzero(var["genome"] == counts)
+    return CountSource(path, counts, _GenesOf(matrix, chosen), obs, var.iloc[chosen])
 
 
 class _GenesOf(StoredMatrix):
@@ -69,38 +92,9 @@ def _is_v3(file: Any) -> bool:
 
 def _genomes(file: Any) -> list[str]:
     """Groups of a file of version 2."""
+    arrays = {"barcodes", "data", "indices", "indptr", "shape", *_V2.values()}
     groups = {name: file.get(name) for name in file}
-    return [n for n, g in groups.items() if g is not None and not is_array(g) and all(key in g for key in _V2)]
-
-
-def _open_v3(path: Path, group: Any, counts: str) -> CountSource:
-    matrix, barcodes = _matrix_of(path, group)
-    features, n_vars = group["features"], matrix.shape[1]
-    columns = {"id": _read_texts(path, features.get("id"), "features/id", n_vars)}
-    for column, name in {"symbol": "name", "feature_types": "feature_type", "genome": "genome"}.items():
-        if name in features:
-            columns[column] = _read_texts(path, features[name], f"features/{name}", n_vars)
-    genomes = sorted({*columns.get("genome", ())} - {""})
-    if len(genomes) > 1:  # Cell Ranger puts the genome before ids and symbols
-        for column in columns.keys() & {"id", "symbol"}:
-            texts = zip(columns[column], columns["genome"])
-            columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
-    ids = columns.pop("id")
-    var = pd.DataFrame(columns, index=pd.Index(ids, dtype=object))
-    if counts == "X":
-        return CountSource(path, counts, matrix, barcodes, var, genomes if len(genomes) > 1 else [])
-    require_matrix(path, counts, ["X", *genomes])
-    chosen = np.flatnonzero(var["genome"] == counts)
-    return CountSource(path, counts, _GenesOf(matrix, chosen), barcodes, var.iloc[chosen])
-
-
-def _matrix_of(path: Path, group: Any) -> tuple[SparseMatrix, pd.DataFrame]:
-    """Matrix and obs. The file's shape is genes x cells, so its columns are our rows."""
-    stored = require_kind(path, "shape", group.get("shape"), WHOLE)
-    n_vars, n_obs = checked_shape(path, "matrix", stored[:3])
-    barcodes = _read_texts(path, group.get("barcodes"), "barcodes", n_obs)
-    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))
-    return matrix, pd.DataFrame(index=pd.Index(barcodes, dtype=object))
+    return [n for n, group in groups.items() if group is not None and not is_array(group) and arrays <= {*group}]
 
 
 def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:

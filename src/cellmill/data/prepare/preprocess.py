@@ -4,13 +4,18 @@ The pass measures every cell, spills the rows that pass to a temporary file of C
 each gene is detected. That determines which genes stay and the number of values, so the rows can be written as
 contiguous arrays, and the input, often compressed, is decoded once. Cells are measured on the genes that a model sees:
 those with an Ensembl id.
+
+A sequence is treated as a cell whose genes are its residues in order. Quality control is its length
+(`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays. Cells of which only the rank
+order of their genes is known (`ranked`) are rows of the same kind; their genes have ids and medians.
 """
 
+import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +174,7 @@ def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: 
 
 @dataclass
 class _Cells:
-    n_genes: np.ndarray
-    n_counts: np.ndarray
-    mito_frac: np.ndarray
+    measures: dict[str, np.ndarray]  # n_genes, n_counts and mito_frac
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
     largest: int  # largest count of a kept cell
@@ -214,7 +217,8 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
         passing.add(block)
         first += raw.shape[0]
     total = float(n_counts.sum() + left_out[genes.rows].sum())
-    return _Cells(n_genes, n_counts, mito_frac, reason, detected, largest, left_out[genes.unnamed], total)
+    measures = {"n_genes": n_genes, "n_counts": n_counts, "mito_frac": mito_frac}
+    return _Cells(measures, reason, detected, largest, left_out[genes.unnamed], total)
 
 
 def _kept_rows(spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
@@ -251,8 +255,7 @@ def _report(
     reader: CountsReader, options: Preprocess, genes: Genes, cells: _Cells, keep_gene: np.ndarray
 ) -> dict[str, Any]:
     unfiltered = cells.reason != DROPPED.index("filter")
-    measures = {"n_genes": cells.n_genes, "n_counts": cells.n_counts, "mito_frac": cells.mito_frac}
-    measures = {name: values[unfiltered] for name, values in measures.items()}
+    measures = {name: values[unfiltered] for name, values in cells.measures.items()}
     kept = cells.reason[unfiltered] < 0
     coverage, lost = genes.coverage, cells.unnamed_sums
     most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
@@ -303,3 +306,61 @@ def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np
         "histograms": histograms,
         "options": options.model_dump(mode="json"),
     }
+
+
+SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
+"""Reasons to drop a sequence; the first that holds counts."""
+RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
+"""The same of a cell of ranks."""
+
+
+def preprocess_sequences(
+    reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
+) -> dict[str, Any]:
+    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the form of cells'.
+
+    Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
+    """
+    chosen = choose_obs(reader, options.keep_obs, columns)
+    lengths, reason = _measure_sequences(reader, options, chosen.keep)
+    kept = reason < 0
+    names = RANKED_DROPPED if reader.ranked else SEQUENCES_DROPPED
+    dropped = {name: int((reason == number).sum()) for number, name in enumerate(names)}
+    if not kept.any():
+        what = "cells" if reader.ranked else "sequences"
+        raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
+
+    def kept_rows() -> Iterator[sp.csr_matrix]:
+        first = 0
+        for block in reader.rows(options.row_block):
+            yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
+            first += block.shape[0]
+
+    nnz, dtype, ranked = int(lengths[kept].sum()), count_dtype(1), reader.ranked
+    write_cells(out, chosen.kept(kept), reader.var, kept_rows(), nnz, dtype, True, options.compression, ranked)
+    n, measure = reader.n_vars, "n_genes" if ranked else "n_residues"
+    report = {
+        "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
+        "genes": {"in": n, "out": n, "dropped": {}},
+        "coverage": {"frac": 1.0, "n_genes": n},
+        "nnz": nnz,
+        "dtype": dtype.name,
+    }
+    return report | distributions(options, {measure: lengths}, kept) | chosen.label_report(kept)
+
+
+def _measure_sequences(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Length of each sequence, and why it is dropped: index into SEQUENCES_DROPPED, or -1."""
+    lengths, reasons, seen = list[int](), list[int](), set[bytes]()
+    least = options.min_genes if reader.ranked else options.min_counts
+    unit = "cells" if reader.ranked else "sequences"
+    for block in progress(reader.rows(options.row_block), f"preprocess {reader.path.stem}", reader.n_obs, unit):
+        for start, stop in pairwise(block.indptr.tolist()):
+            # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
+            key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()
+            checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
+            lengths.append(stop - start)
+            reasons.append(checks.index(True) if any(checks) else -1)
+            if not any(checks):
+                seen.add(key)
+    return np.array(lengths, np.int64), np.array(reasons, np.int8)
