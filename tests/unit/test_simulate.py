@@ -73,10 +73,7 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, int], text: str) 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        simulate.shipped_file()
-    except DataError as error:  # no scanpy, with which these cells come: an extra
-        pytest.skip(str(error))
+    pytest.importorskip("scanpy", reason="the cells come with scanpy, an extra")
     path = tmp_path_factory.mktemp("demo") / "pbmc68k.h5ad"
     stage.demo(out=path)
     return path
@@ -107,5 +104,5 @@ def test_counts_are_recovered_from_rounded_logarithms_and_other_values_are_refus
 def test_without_scanpy_the_error_names_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "find_spec", lambda name: None)
     with pytest.raises(DataError) as error:
-        simulate.shipped_file()
+        simulate.read_demo()
     assert str(error.value) == "the demo cells are part of the scanpy package: pip install 'cellmill[demo]'"

@@ -14,7 +14,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
 from cellmill.data.prepare.preprocess import preprocess_cells, preprocess_sequences
-from cellmill.data.prepare.simulate import Simulation, read_demo, shipped_file, write_sequences
+from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError
@@ -30,7 +30,7 @@ def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
 
 def demo(*, out: Path) -> None:
     """Write the demo cells to `out` (.h5ad)."""
-    obs, var, counts = read_demo(shipped_file())
+    obs, var, counts = read_demo()
     write_cells(out, obs, var, [counts], counts.nnz, count_dtype(int(counts.data.max())))
     print(f"{len(obs):,} cells x {len(var):,} genes -> {out}")
 

@@ -128,10 +128,19 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
 
     Takes the reading that matches most genes, then most columns. Raises DataError when none matches any.
     """
+    if reader.ordered:
+        rows = vocabulary.rows_of(reader.var_names)
+        if (rows < 0).any():
+            missing = reader.var_names[int((rows < 0).argmax())]
+            has, remedy = ("genes in rank order", "the same token dictionary") if reader.ranked else ("sequences",) * 2
+            raise DataError(
+                f"{reader.path}: it has {has}, and the model does not know {missing!r}: its first gene is "
+                f"{vocabulary.gene_ids[0]!r}; use a model of {remedy}"
+            )
+        return GeneColumns(rows, is_expression(reader.var), ordered=True)
     genes = tuple(vocabulary.gene_ids)
     if genes not in reader.matches:  # several parts of an evaluation ask
-        find = _match_sequences if reader.ordered else _match_genes
-        reader.matches[genes] = find(reader, vocabulary)
+        reader.matches[genes] = _match_genes(reader, vocabulary)
     columns: GeneColumns = reader.matches[genes]
     return columns
 
@@ -157,18 +166,6 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
             f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
         )
     return best
-
-
-def _match_sequences(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    rows = vocabulary.rows_of(reader.var_names)
-    if (rows < 0).any():
-        missing = reader.var_names[int((rows < 0).argmax())]
-        has, remedy = ("genes in rank order", "the same token dictionary") if reader.ranked else ("sequences",) * 2
-        raise DataError(
-            f"{reader.path}: it has {has}, and the model does not know {missing!r}: its first gene is "
-            f"{vocabulary.gene_ids[0]!r}; use a model of {remedy}"
-        )
-    return GeneColumns(rows, is_expression(reader.var), ordered=True)
 
 
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[list[str]]:

@@ -16,8 +16,7 @@ import shutil
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -138,11 +137,24 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
             shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
         copy = Path(temporary, target.name)
-        with _remote_errors(address):
+        shown, protocol = redacted(address), urlsplit(address).scheme.lower()
+        try:
             _download(address, copy)
+        except UserError:
+            raise
+        except ImportError as error:
+            extra = _EXTRAS.get(protocol)
+            remedy = f"pip install 'cellmill[{extra}]'" if extra else one_line(error)
+            raise ConfigError(f"{shown}: a package for {protocol}:// is missing: {remedy}") from None
+        except FileNotFoundError:
+            raise DataError(f"{shown}: no such file") from None
+        except Exception as error:  # packages of protocols raise errors of their own, some with the URL
+            text = re.sub(r"\w[\w+.-]*://\S+", lambda match: redacted(match[0]) if is_url(match[0]) else "", str(error))
+            text = " ".join(text.split())[:200]
+            raise DataError(f"{shown}: cannot be fetched: {type(error).__name__}: {text}") from None
         origin = origin_of(copy)
         if wanted not in (None, origin["sha256"]):
-            raise DataError(f"{redacted(address)}: expected sha256 {wanted}, got {origin['sha256']}")
+            raise DataError(f"{shown}: expected sha256 {wanted}, got {origin['sha256']}")
         if target.is_dir():
             shutil.rmtree(target)
         copy.rename(target)
@@ -177,22 +189,3 @@ def _download(address: str, copy: Path) -> None:
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
     system.get(files, [str(copy / name) for name in names])
-
-
-@contextmanager
-def _remote_errors(address: str) -> Iterator[None]:
-    """Raise one line without credentials for whatever a protocol's package raises."""
-    shown, protocol = redacted(address), urlsplit(address).scheme.lower()
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        remedy = f"pip install 'cellmill[{extra}]'" if extra else one_line(error)
-        raise ConfigError(f"{shown}: a package for {protocol}:// is missing: {remedy}") from None
-    except FileNotFoundError:
-        raise DataError(f"{shown}: no such file") from None
-    except Exception as error:  # packages of protocols raise errors of their own, some with the URL
-        text = re.sub(r"\w[\w+.-]*://\S+", lambda match: redacted(match[0]) if is_url(match[0]) else "", str(error))
-        raise DataError(f"{shown}: cannot be fetched: {type(error).__name__}: {' '.join(text.split())[:200]}") from None

@@ -174,19 +174,15 @@ RESIDUAL = 0.1  # largest accepted distance from a whole number; 0.082 is the la
 OBS = ["bulk_labels", "n_counts", "percent_mito"]
 
 
-def shipped_file() -> Path:
-    """The file in the scanpy package, located without importing it. Raises DataError when it is missing."""
+def read_demo() -> tuple[pd.DataFrame, pd.DataFrame, sp.csr_matrix]:
+    """obs, var (index gene symbol) and counts, CSR `(700, 765)` uint16, of the file in the scanpy package, which is not
+    imported. Raises DataError when it is missing."""
     spec = find_spec("scanpy")
     if spec is None or spec.origin is None:
         raise DataError("the demo cells are part of the scanpy package: pip install 'cellmill[demo]'")
     path = Path(spec.origin).parent / FILE
     if not path.is_file():
         raise DataError(f"{path}: no such file; this scanpy does not ship the demo cells: pip install 'scanpy>=1.10'")
-    return path
-
-
-def read_demo(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, sp.csr_matrix]:
-    """obs, var (index gene symbol) and counts, CSR `(700, 765)` uint16, of the shipped file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anndata warns about the old format of each part
         shipped = read_h5ad(path)
