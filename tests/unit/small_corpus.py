@@ -1,6 +1,7 @@
 """A corpus of a few hundred random cells on disk, for the tests of shards and stream."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,10 +11,13 @@ from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.corpus import Shard
 from cellmill.config.datasets import ObsColumns
+from cellmill.config.parts.tokens import ContinuousTokens
+from cellmill.config.run import Stream
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
+from cellmill.data.stream.cell_stream import CellStream
 
 
 def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> sp.csr_matrix:
@@ -73,3 +77,13 @@ def write_corpus(
     path = write_dataset(folder / "cells" / "one.h5ad", counts, ids, obs)
     shard = Shard(**({"val_frac": 0, "test_frac": 0, "cells_per_shard": 100} | options))
     return write_shards([path], vocabulary_of(ids), shard, folder / "shards" / "manifest.json")
+
+
+def stream_of(
+    manifest: Manifest, rank: int = 0, world: int = 1, options: dict[str, Any] | None = None, **changes: Any
+) -> CellStream:
+    """Cells of the training split in 8 small lanes; `options` are of section `stream`."""
+    order = {"lanes": 8, "block_cells": 4, "window_blocks": 3, "io_threads": 2} | (options or {})
+    given: dict[str, Any] = {"split": "train", "tokens": ContinuousTokens(max_tokens=12), "token_budget": 400}
+    given |= {"stream": Stream.model_validate(order), "global_batch": 32, "rank": rank, "world": world, "seed": 0}
+    return CellStream(manifest.path, **given | changes)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
@@ -89,7 +89,7 @@ def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(optio
             most = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])[:detected]
             assert {*genes[:detected]} == {*most}
     lengths = np.diff(cells_of()[2])
-    expected = token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES).all
+    expected = np.add(*token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES))
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
 
@@ -117,11 +117,9 @@ def test_every_gene_is_drawn_as_often_and_other_epochs_and_seeds_draw_others() -
 def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 90, 40)
     tokens = Tokens.model_validate({"truncation": "random", "zero_frac": 0.25, "max_tokens": 8})
-    options = StreamOptions(lanes=4, block_cells=4, window_blocks=3, io_threads=1)
 
     def streamed(rank: int, world: int) -> list[dict[int, list[int]]]:
-        given: dict[str, Any] = {"global_batch": 20, "token_budget": 30, "rank": rank, "world": world, "seed": 2}
-        stream = CellStream(manifest.path, "train", tokens, options, **given)
+        stream = stream_of(manifest, rank, world, {"lanes": 4}, tokens=tokens, global_batch=20, token_budget=30)
         steps = list(islice(stream, 2 * stream.steps_per_epoch))
         stream.close()
         epochs: list[dict[int, list[int]]] = [{}, {}]
@@ -148,33 +146,17 @@ def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_w
     without = write_shards([path], vocabulary_of(ids), shard, tmp_path / "without" / "manifest.json")
     assert "variability" not in without.vocabulary
     tokens = Tokens.model_validate({"truncation": "variable", "max_tokens": 20})
-    given: dict[str, Any] = {"global_batch": 8, "token_budget": 2000, "rank": 0, "world": 1, "seed": 0}
 
-    def stream(manifest: Path) -> CellStream:
-        return CellStream(manifest, "train", tokens, StreamOptions(lanes=1), shuffle=False, **given)
+    def stream(manifest: Manifest) -> CellStream:
+        return stream_of(manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, shuffle=False)
 
-    streamed = [genes for step in stream(with_order.path) for batch in step for genes in by_cell(batch, batch.genes)]
+    streamed = [genes for step in stream(with_order) for batch in step for genes in by_cell(batch, batch.genes)]
     every, totals = np.arange(GENES, dtype=np.int32), np.zeros(2, np.int64)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
     [batch] = tokens_of([counts], columns, vocabulary, tokens, np.ones(30, bool), totals)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
     with pytest.raises(DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"):
-        stream(without.path)
-
-
-def test_an_embedded_cell_has_the_same_tokens_in_any_file(tmp_path: Path) -> None:
-    vocabulary, counts = vocabulary_of(genes_named(GENES)), random_counts(12, GENES)
-    tokens = Tokens.model_validate({"truncation": "random", "zero_frac": 0.25, "max_tokens": 20})
-    every = np.arange(GENES, dtype=np.int32)
-    columns = GeneColumns(every, np.ones(GENES, bool), False)
-
-    def tokenized(order: list[int]) -> list[list[int]]:
-        totals = np.zeros(2, np.int64)
-        [batch] = tokens_of([counts[order]], columns, vocabulary, tokens, np.ones(len(order), bool), totals)
-        return by_cell(batch, batch.genes)
-
-    alone = tokenized(list(range(12)))
-    assert tokenized([7, 3, 7]) == [alone[7], alone[3], alone[7]]
+        stream(without)
 
 
 def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:

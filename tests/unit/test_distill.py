@@ -13,8 +13,8 @@ import torch
 
 from cellmill.cli import main
 from cellmill.config.run import Stream
+from cellmill.data.shards.index import open_vectors
 from cellmill.data.shards.manifest import READ, Manifest
-from cellmill.data.shards.teacher import open_vectors
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.evaluate.results import write_embedding

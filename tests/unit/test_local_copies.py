@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_corpus
 from small_corpus import write_corpus
 
-from cellmill.config.parts.tokens import ContinuousTokens
-from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.local_copies import LOCK, PREFIX, CopyTask, LocalCopies, remove_abandoned
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 
-OPTIONS = StreamOptions(lanes=4, block_cells=4, window_blocks=3, io_threads=2)
 STEPS = 30  # of 17 an epoch
 
 
@@ -36,9 +34,8 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def stream_of(manifest: Manifest, folder: Path | None, rank: int = 0, world: int = 1) -> CellStream:
-    tokens, copies = ContinuousTokens(max_tokens=12), None if folder is None else LocalCopies(folder)
-    sizes: dict[str, Any] = {"global_batch": 32, "token_budget": 400, "seed": 0}
-    return CellStream(manifest.path, "train", tokens, OPTIONS, rank=rank, world=world, copies=copies, **sizes)
+    copies = None if folder is None else LocalCopies(folder)
+    return small_corpus.stream_of(manifest, rank, world, {"lanes": 4}, copies=copies)
 
 
 def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:

@@ -10,14 +10,12 @@ import pytest
 
 from cellmill.config import check_config
 from cellmill.config.corpus import Shard
-from cellmill.config.parts.tokens import Tokens
-from cellmill.config.run import Stream
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.obs import MAX_LEVELS, levels_of, numbers_of
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
-from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+from tests.unit.small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_dataset
 
 COLUMNS = {"assay": "objective.batch_column", "dataset": "a", "donor": "b", "sorted": "c"}
 LEVELS = {
@@ -51,11 +49,8 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return _corpus(tmp_path_factory.mktemp("levels"))
 
 
-def _stream(manifest: Manifest, columns: dict[str, str], **options: Any) -> CellStream:
-    given: dict[str, Any] = {"rank": 0, "world": 1, "shuffle": True, "seed": 3, "global_batch": 16} | options
-    tokens = Tokens.model_validate({"max_tokens": 30})
-    split = given.pop("split", "train")
-    return CellStream(manifest.path, split, tokens, Stream(lanes=4), token_budget=90, columns=columns, **given)
+def _stream(manifest: Manifest, columns: dict[str, str], **given: Any) -> CellStream:
+    return stream_of(manifest, options={"lanes": 4}, token_budget=90, columns=columns, **given)
 
 
 def _numbers_by_cell(manifest: Manifest, split: str) -> np.ndarray:

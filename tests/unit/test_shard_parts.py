@@ -14,12 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
 
 from cellmill.config.corpus import Shard
 from cellmill.config.options import ShardOptions
-from cellmill.config.parts.tokens import Tokens
-from cellmill.config.run import Stream
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
@@ -27,9 +25,8 @@ from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, open
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
 from cellmill.data.shards.plan import FOLDER, make_plan
-from cellmill.data.shards.reader import OpenFiles, open_shards, places, read_places
+from cellmill.data.shards.reader import OpenFiles, open_shards
 from cellmill.data.shards.writer import write_part, write_shards
-from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError
 from cellmill.evaluate.task import TrainedCells
 from cellmill.stages import data
@@ -179,9 +176,7 @@ def open_in(folder: Path) -> list[str]:
 
 def test_a_stream_opens_only_what_it_reads(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 400, cells_per_shard=64)
-    tokens, options = Tokens.model_validate({"max_tokens": 9}), Stream(lanes=4, block_cells=4, window_blocks=2)
-    given: dict[str, Any] = {"global_batch": 16, "token_budget": 90, "rank": 0, "world": 2, "seed": 0}
-    stream = CellStream(manifest.path, "train", tokens, options, **given)
+    stream = stream_of(manifest, world=2)
     assert not open_in(tmp_path)
     next(iter(stream))
     assert open_in(tmp_path)
@@ -206,15 +201,14 @@ def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> Non
     files = OpenFiles(most=5)
 
     def read(number: int) -> bool:
-        file = files[paths[number]]
+        file = files.open(paths[number])
         return os.pread(file.descriptor, 8, 0) == bytes([number]) * 8
 
     order = np.random.default_rng(0).integers(len(paths), size=2000).tolist()
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, order))
-    assert 5 <= len(files) == len(open_in(tmp_path)) <= 5 + 4
-    for path in paths:
-        files.close(path)
+    assert 5 <= len(open_in(tmp_path)) <= 5 + 4
+    files.open.cache_clear()
     assert not open_in(tmp_path)
 
 
@@ -298,25 +292,6 @@ def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypat
     monkeypatch.undo()
     (tmp_path / "killed" / "shards" / "manifest.json").unlink()  # as Snakemake does for a job that was not finished
     assert write_corpus(tmp_path / "killed", 200).fingerprint == expected
-
-
-def test_bytes_of_a_file_go_to_their_places_and_nowhere_else(tmp_path: Path) -> None:
-    stored, memory = np.arange(100, dtype=np.int32), np.full(20, -1, np.int32)
-    (tmp_path / "numbers").write_bytes(stored.tobytes())
-    table = places(memory, np.array([15, 0, 4, 6]), np.array([5, 3, 0, 2]))
-    descriptor = os.open(tmp_path / "numbers", os.O_RDONLY)
-    assert read_places(descriptor, table, 4 * 50) == 4 * 10
-    assert memory.tolist() == [55, 56, 57, -1, -1, -1, 58, 59, *[-1] * 7, 50, 51, 52, 53, 54]
-    assert read_places(descriptor, table, 4 * 99) == 4  # the end of the file
-    os.close(descriptor)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        read_places(descriptor, table, 0)
-
-
-@pytest.mark.parametrize(("start", "size"), [(-1, 2), (19, 2), (21, 0), (3, -1)])
-def test_a_place_outside_the_array_is_refused(start: int, size: int) -> None:
-    with pytest.raises(IndexError, match="expected places within 20 entries"):
-        places(np.empty(20, np.uint16), np.array([0, start]), np.array([1, size]))
 
 
 @pytest.mark.parametrize("listed", ["ab", "ba"])

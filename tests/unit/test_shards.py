@@ -1,7 +1,6 @@
 """Shards open in anndata, hold every cell once, in rank order and in one split, and are refused when damaged."""
 
 import json
-import shutil
 from pathlib import Path
 
 import anndata as ad
@@ -124,16 +123,11 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
     np.testing.assert_array_equal(again.X.toarray(), dense)
     np.testing.assert_array_equal(again.X.indices, shard.X.indices)
     pd.testing.assert_frame_equal(again.obs, shard.obs)
-    np.testing.assert_allclose(shard.X.sum(axis=0), dense.sum(axis=0, keepdims=True))
-
-
-@pytest.mark.parametrize("operation", ["max", "sort_indices", "sum_duplicates"])
-def test_operations_that_sort_rows_in_place_work_on_a_shard(corpus: Manifest, operation: str) -> None:
     # scipy's csr_sort_indices refuses an int64 indptr beside int32 indices, and rank order is not sorted
-    shard = ad.read_h5ad(shard_files(corpus)[0])
-    dense = shard.X.toarray()
-    getattr(shard.X, operation)()
-    np.testing.assert_array_equal(shard.X.toarray(), dense)
+    for operation in ("max", "sort_indices", "sum_duplicates"):
+        changed = ad.read_h5ad(first)
+        getattr(changed.X, operation)()
+        np.testing.assert_array_equal(changed.X.toarray(), dense)
 
 
 def test_a_shard_is_contiguous_aligned_and_little_endian(tmp_path: Path) -> None:
@@ -154,21 +148,6 @@ def test_datasets_in_any_order_give_the_same_shards(tmp_path: Path) -> None:
         for name, some in (("x", paths), ("y", paths[::-1]))
     ]
     assert made[0].fingerprint == made[1].fingerprint
-
-
-def test_identical_cells_of_two_files_fall_into_one_split(tmp_path: Path) -> None:
-    counts, ids = random_counts(200, 30), genes_named(30)
-    order = np.random.default_rng(0).permutation(30)
-    paths = [
-        write_dataset(tmp_path / "a.h5ad", counts, ids),
-        write_dataset(tmp_path / "b.h5ad", counts[:, order].tocsr(), [ids[i] for i in order]),
-    ]
-    options = Shard(val_frac=0.2, test_frac=0.2)
-    manifest = write_shards(paths, vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
-    for split in manifest.splits.values():
-        names = [n for shard in split.shards for n in ad.read_h5ad(manifest.shard_path(shard)).obs_names]
-        cells = {dataset: {n.split(":")[1] for n in names if n.startswith(dataset)} for dataset in "ab"}
-        assert cells["a"] == cells["b"]
 
 
 def test_cells_of_one_value_of_a_column_stay_in_one_split(tmp_path: Path) -> None:
@@ -226,16 +205,6 @@ def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         write_corpus(tmp_path, 350)
     assert not manifest.path.exists()
-
-
-def test_a_shard_truncated_while_open_is_a_short_read_and_not_an_endless_wait(corpus: Manifest, tmp_path: Path) -> None:
-    folder = shutil.copytree(corpus.path.parent, tmp_path / "shards")
-    rows = open_shards(Manifest.read(folder / "manifest.json"), "train")[0]
-    rows.read_genes(0, 4)
-    with open(rows.path, "r+b") as file:
-        file.truncate(2000)
-    with pytest.raises(DataError, match=r"train-00000\.h5ad: damaged: short read: .* truncated while open"):
-        rows.read_genes(0, rows.nnz)
 
 
 @pytest.mark.parametrize(

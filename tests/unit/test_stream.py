@@ -9,13 +9,13 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import pytest
+import small_corpus
 import torch
 from small_corpus import random_counts, write_corpus
 
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
-from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import Batch, recycled_empty
@@ -25,7 +25,6 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
 CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
-OPTIONS = StreamOptions(lanes=8, block_cells=4, window_blocks=3, io_threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +33,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> CellStream:
-    tokens = changes.pop("tokens", ContinuousTokens(max_tokens=12))
-    options = OPTIONS.model_copy(update=changes.pop("options", {}))
-    arguments = {"global_batch": 32, "token_budget": 60, "seed": 0} | changes
-    split = arguments.pop("split", "train")
-    return CellStream(manifest.path, split, tokens, options, rank=rank, world=world, **arguments)
+    return small_corpus.stream_of(manifest, rank, world, **{"token_budget": 60} | changes)
 
 
 def take(stream: CellStream, steps: int) -> list[list[Batch]]:
@@ -244,7 +239,7 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
     for shard in manifest.splits["train"].shards:
         with open(manifest.shard_path(shard), "r+b") as file:
             file.truncate(100)
-    with pytest.raises(DataError, match=r"train-0000\d\.h5ad: damaged: short read"):
+    with pytest.raises(DataError, match=r"train-0000\d\.h5ad: damaged: short read: .* truncated while open"):
         list(islice(batches, 100))
     stream.close()
     assert threads() <= before
@@ -303,14 +298,14 @@ def test_lanes_and_windows_lose_no_cell_and_lanes_give_no_more_than_their_part_o
     assert all(0 <= n <= batch // lanes for lane in taken for n in lane)
     given = [sum(of_lanes) for of_lanes in zip(*taken)]
     assert max(given) == order.most_cells
-    assert sum(given) == sum(sizes) == order.before(steps)
+    assert sum(given) == sum(sizes)
     if equal:
         assert max(given) - min(given) <= 1
         assert min(given) > 0
     assert max(epoch.lane_cells) - min(epoch.lane_cells) <= 1
     for lane in range(lanes):
         for window, (start, stop) in enumerate(pairwise(epoch.borders[lane].tolist())):
-            assert int(epoch.window_runs(lane, window).n.sum()) == stop - start
+            assert int(epoch.window_runs(lane, window)[:, 2].sum()) == stop - start
             assert sorted(epoch.window_order(lane, window)) == list(range(stop - start))
 
 

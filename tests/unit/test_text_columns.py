@@ -18,7 +18,7 @@ from cellmill.data.inputs.anndata_files import open_anndata
 from cellmill.data.inputs.formats import declared_names
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
-from cellmill.data.shards.reader import read_gene_ids
+from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.features import choose_cells
 from cellmill.evaluate.tasks.changes import find_units
 from cellmill.evaluate.tasks.classify import splits_of
@@ -87,7 +87,7 @@ def test_text_is_written_plain_so_that_every_version_reads_it(tmp_path: Path, ki
     path, counts = tmp_path / "a.h5ad", sp.csr_matrix(np.ones((3, 2), np.uint16))
     genes = pd.DataFrame({"symbol": ["g", "h"]}, index=pd.Index(["ENSG00000000003", "ENSG00000000005"]))
     write_cells(path, plain_text(obs), genes, [counts], counts.nnz, np.dtype("<u2"))
-    assert read_gene_ids(path) == ["ENSG00000000003", "ENSG00000000005"]
+    assert read_names(path, "var").tolist() == ["ENSG00000000003", "ENSG00000000005"]
     with h5py.File(path) as file:
         assert isinstance(file["obs"][file["obs"].attrs["_index"]], h5py.Dataset)
         assert isinstance(file["obs/donor/categories"], h5py.Dataset)
@@ -109,7 +109,7 @@ def test_text_that_pandas_3_wrote_as_values_and_a_mask_is_read(tmp_path: Path) -
         _masked(group, "categories", ["d", "e"])
         file["obs"].attrs["column-order"] = np.array(["n", "donor"], object)
         write_elem(file, "X", sp.csr_matrix(np.ones((2, 2), np.float32)))
-    assert read_gene_ids(path) == ["ENSG1", "ENSG2"]
+    assert read_names(path, "var").tolist() == ["ENSG1", "ENSG2"]
     with declared_names(path) as names:
         assert names is not None
         assert names.categories_of("donor") == ["d", "e"]

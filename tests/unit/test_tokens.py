@@ -1,30 +1,16 @@
 """Tokenizers, rank order and compiled loops against one cell at a time in plain numpy."""
 
-from concurrent.futures import Future
 from itertools import pairwise
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from small_corpus import write_corpus
 
-from cellmill.config import plugin
 from cellmill.config.parts.tokens import BinnedTokens, ContinuousTokens, RankTokens, Tokens
-from cellmill.config.run import Stream
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.stream import tokenizers as module
 from cellmill.data.stream.batch import Prefixes, empty_batch
-from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.tokenizers import (
-    Loops,
-    Tokenized,
-    bin_counts,
-    by_loops,
-    by_numpy,
-    compile_loops,
-    log_tokens,
-)
+from cellmill.data.stream.tokenizers import bin_counts, log_tokens
 from cellmill.errors import ConfigError
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
@@ -71,6 +57,7 @@ def test_many_cells_at_once_equal_each_cell_alone(tokenizer: str, max_tokens: in
     assert (ids.dtype, cu.dtype) == (np.int32, np.int32)
     assert values.dtype == tokens.load().dtype == (np.float32 if tokenizer == "continuous" else np.int32)
     assert np.diff(cu).tolist() == [min(n, max_tokens) for n in LENGTHS]
+    assert tokens.n_values == {"scalar": 0, "class": 52, "place": max_tokens}[tokens.value_kind]
     for cell, (a, b) in enumerate(pairwise(starts)):
         expected_ids, expected = reference(genes[a:b], counts[a:b], tokens)
         np.testing.assert_array_equal(ids[cu[cell] : cu[cell + 1]], expected_ids)
@@ -148,61 +135,6 @@ def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-@every_tokenizer
-def test_values_index_a_table_of_n_values_rows(tokenizer: str) -> None:
-    tokens = OPTIONS[tokenizer](max_tokens=50)
-    _, values, _ = tokenize(*cells(), tokens)
-    assert tokens.n_values == {"scalar": 0, "class": 52, "place": 50}[tokens.value_kind]
-    if tokens.n_values:
-        assert values.min() >= (tokens.value_kind == "class")
-        assert values.max() == tokens.n_values - 1
-
-
-class DetectedTokens(Tokens):
-    """Genes alone, with a threshold."""
-
-    implementation: ClassVar[str] = f"{__name__}:DetectedTokenizer"
-    value_kind: ClassVar[Any] = "none"
-    tokenizer: str = "detected"
-    threshold: int = 5
-
-
-class DetectedTokenizer:
-    dtype = np.dtype(np.int8)
-    needs_counts = True
-
-    def __init__(self, options: DetectedTokens) -> None:
-        self._options = options
-
-    def tokenize(self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray) -> Arrays:
-        assert counts is not None
-        kept = np.concatenate([[0], np.cumsum(counts >= self._options.threshold)])[starts]
-        ids = genes[counts >= self._options.threshold].astype(np.int32) + 2
-        return ids, np.zeros(len(ids), self.dtype), kept.astype(np.int32)
-
-
-def test_an_installed_tokenizer_is_chosen_by_name_and_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plugin.BUILT_IN["tokenizer"], "detected", DetectedTokens)
-    tokens = Tokens.model_validate({"tokenizer": "detected", "threshold": 20})
-    assert (tokens.n_values, tokens.model_dump()["threshold"]) == (0, 20)
-    manifest = write_corpus(tmp_path, 30)
-    sizes = {"global_batch": 10, "token_budget": 4096, "rank": 0, "world": 1, "seed": 0}
-    stream = CellStream(manifest.path, "train", tokens, Stream(lanes=1), shuffle=False, **sizes)
-    batches = [batch for step in stream for batch in step]
-    stream.close()
-    assert sum(len(batch.cells) for batch in batches) == 30
-    assert {batch.values.dtype for batch in batches} == {np.dtype(np.int8)}
-
-
-def test_the_tokenizer_that_needs_no_counts_makes_the_same_tokens_of_prefixes_alone() -> None:
-    genes, counts, starts = cells()
-    assert [name for name, options in OPTIONS.items() if not options().load().needs_counts] == ["rank"]
-    tokens, kept = RankTokens(max_tokens=50), Prefixes(starts, 50)
-    whole = tokenize(genes, counts, starts, tokens)
-    for array, expected in zip(tokenize(kept.of(genes), None, kept.cu_seqlens, tokens), whole):
-        np.testing.assert_array_equal(array, expected)
-
-
 def test_values_above_the_last_bin_are_in_it_small_ones_in_the_first_and_one_at_an_edge_above_it() -> None:
     counts = np.array([1, 999_999], np.uint32)
     edges = tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), ContinuousTokens())[1].tolist()
@@ -214,69 +146,38 @@ def test_values_above_the_last_bin_are_in_it_small_ones_in_the_first_and_one_at_
 
 
 MOST = 700
-Cells = tuple[Prefixes, np.ndarray, np.ndarray, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def loops() -> Loops:
-    pytest.importorskip("numba")
-    compiled = compile_loops()
-    assert compiled is not None
-    return compiled
-
-
-def many_cells(dtype: type, largest: int, n: int = 100) -> Cells:
-    """Cells with and without genes, cut and whole; counts up to `largest`, most of them small."""
-    rng = np.random.default_rng(largest)
-    lengths = rng.integers(0, 1_400, n) * (rng.random(n) > 0.1)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    counts = np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
-    genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
-    return Prefixes(starts, MOST), genes, counts, starts
 
 
 @pytest.mark.parametrize(
     ("dtype", "largest"),
     [(np.uint16, 1), (np.uint16, 63), (np.uint16, 64), (np.uint16, 65_535), (np.uint32, 2**32 - 1)],
 )
-def test_loops_make_the_bits_of_numpy(loops: Loops, dtype: type, largest: int) -> None:
-    given = many_cells(dtype, largest)
-    assert_same_tokens(by_loops(loops, *given), by_numpy(*given))
-
-
-def assert_same_tokens(made: Tokenized, expected: Tokenized) -> None:
-    """The same ids, and the same bits of values."""
-    assert [array.dtype for array in made] == [np.int32, np.float32]
-    np.testing.assert_array_equal(made[0], expected[0])
-    np.testing.assert_array_equal(made[1].view(np.uint32), expected[1].view(np.uint32))
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_batch_of_many_tokens_has_the_same_bits_with_and_without_the_loops(
-    loops: Loops, installed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: Future[Loops | None] = Future()
-    done.set_result(loops if installed else None)
-    monkeypatch.setattr(module, "_compiling", lambda: done)
+def test_loops_make_the_bits_of_numpy(dtype: type, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    rng = np.random.default_rng(largest)
+    lengths = rng.integers(0, 1_400, 100) * (rng.random(100) > 0.1)  # with and without genes, cut and whole
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
+    genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
+    kept = Prefixes(starts, MOST)
+    assert kept.cu_seqlens[-1] > module._MANY
+    monkeypatch.setattr(module, "_made", 0)
+    expected = log_tokens(kept, genes, counts, starts)
+    module._compiling().result()
     monkeypatch.setattr(module, "_made", module._WORTH)
-    kept, genes, counts, starts = many_cells(np.uint16, 3_000)
-    assert len(kept.of(counts)) > module._MANY
     frozen = counts.copy()
     frozen.flags.writeable = False
-    expected = by_numpy(kept, genes, counts, starts)
     for given in (counts, counts.astype(np.int64), frozen):  # types that the loops take, and others
         for of_type in (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2]):
-            assert_same_tokens(log_tokens(kept, of_type, given, starts), expected)
+            made = log_tokens(kept, of_type, given, starts)
+            assert [array.dtype for array in made] == [np.int32, np.float32]
+            np.testing.assert_array_equal(made[0], expected[0])
+            np.testing.assert_array_equal(made[1].view(np.uint32), expected[1].view(np.uint32))
 
 
 def rank_order(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rank order of one cell."""
     return rank_order_rows(np.array([0, len(genes)]), genes, counts, inverse)
-
-
-def plainly(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-    key = counts.astype(np.float32) * inverse[genes]
-    return np.array(sorted(range(len(genes)), key=lambda i: (-key[i], genes[i])), dtype=int)
 
 
 @pytest.mark.parametrize(
@@ -293,28 +194,17 @@ def plainly(genes: np.ndarray, counts: np.ndarray, inverse: np.ndarray) -> np.nd
 def test_the_rank_order_equals_a_plain_sort_for_any_input_order(dtype: type, n_genes: int, factor: int) -> None:
     rng = np.random.default_rng(0)
     inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], n_genes))  # few values: many ties
-    for size in (0, 1, 2, 700):
-        genes = rng.choice(n_genes, min(size, n_genes), replace=False).astype(np.int32)
-        counts = (factor * rng.integers(1, 20, len(genes))).astype(dtype)
-        place = plainly(genes, counts, inverse)
-        ordered, moved = rank_order(genes, counts, inverse)
-        assert ordered.dtype == np.int32
-        assert moved.dtype == dtype
-        np.testing.assert_array_equal(ordered, genes[place])
-        np.testing.assert_array_equal(moved, counts[place])
-
-
-def test_rows_of_a_block_are_ordered_as_each_row_alone_bit_for_bit() -> None:
-    rng = np.random.default_rng(1)
-    inverse = inverse_medians(rng.lognormal(0, 1, 300))
-    lengths = np.array([0, 5, 0, 120, 1, 33, 0])
+    lengths = np.minimum([0, 1, 0, 2, 700, 33, 0], n_genes)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    genes = np.concatenate([rng.choice(300, n, replace=False) for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 5, len(genes)).astype(np.uint16)
-    together = rank_order_rows(starts, genes, counts, inverse)
-    for a, b in pairwise(starts):
-        for part, alone in zip(together, rank_order(genes[a:b], counts[a:b], inverse)):
-            np.testing.assert_array_equal(part[a:b], alone)
+    genes = np.concatenate([rng.choice(n_genes, n, replace=False) for n in lengths]).astype(np.int32)
+    counts = (factor * rng.integers(1, 20, len(genes))).astype(dtype)
+    ordered, moved = rank_order_rows(starts, genes, counts, inverse)
+    assert (ordered.dtype, moved.dtype) == (np.int32, dtype)
+    key = counts.astype(np.float32) * inverse[genes]
+    for a, b in pairwise(starts.tolist()):
+        places = sorted(range(a, b), key=lambda i: (-key[i], genes[i]))
+        np.testing.assert_array_equal(ordered[a:b], genes[places])
+        np.testing.assert_array_equal(moved[a:b], counts[places])
 
 
 def geneformers(counts: np.ndarray, medians: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards alone do
 
 TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 MAX_COUNT = int(np.iinfo(np.uint32).max)
+_RANKED = 128  # cells at a time, whose numbers fit into a core's cache
 
 
 def select_columns(
@@ -59,19 +60,8 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
         ordered = block.tocsc().tocsr()  # a copy with sorted rows, in less than half the time of scipy's own sort
         ordered.sum_duplicates()
         return ordered
-    ordered = _sorted_rows(block)
-    if ordered.has_canonical_format:
-        return ordered
-    wide = ordered.astype(np.uint64)
-    wide.sum_duplicates()
-    if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
-        raise DataError(f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}")
-    return sp.csr_matrix((wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape)
-
-
-def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
-    """A copy of a block of unsigned integers whose rows are sorted by column, then value. Column and value are packed
-    into one integer, of 32 bits where they fit: a quarter of the time of two transpositions."""
+    # rows sorted by column, then value: both are packed into one integer, of 32 bits where they fit, which takes a
+    # quarter of the time of two transpositions
     fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
     word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
     packed = block.indices.astype(word)
@@ -81,7 +71,15 @@ def _sorted_rows(block: sp.csr_matrix) -> sp.csr_matrix:
         packed[start:stop].sort()
     columns = (packed >> word(bits)).astype(np.int32, copy=False)
     packed &= word((1 << bits) - 1)
-    return sp.csr_matrix((packed.astype(block.data.dtype, copy=False), columns, block.indptr), shape=block.shape)
+    values = packed.astype(block.data.dtype, copy=False)
+    ordered = sp.csr_matrix((values, columns, block.indptr), shape=block.shape)
+    if ordered.has_canonical_format:
+        return ordered
+    wide = ordered.astype(np.uint64)
+    wide.sum_duplicates()
+    if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
+        raise DataError(f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}")
+    return sp.csr_matrix((wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape)
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
@@ -135,9 +133,6 @@ def rank_buckets(places: np.ndarray) -> np.ndarray:
     return np.frexp(places + 1)[1] - 1
 
 
-_RANKED = 128  # cells at a time, whose numbers fit into a core's cache
-
-
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +141,12 @@ def rank_order_rows(
     `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and `counts`, `(nonzeros,)`,
     are in any order within a cell, each gene at most once, at most 2**32 in all.
     """
-    genes, counts = _by_gene(starts, genes.astype(np.int32, copy=False), counts)
+    genes = genes.astype(np.int32, copy=False)
+    ascending, borders = genes[1:] > genes[:-1], starts[1:-1]
+    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True
+    if not ascending.all():  # ties of the key are broken by position
+        order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
+        genes, counts = genes[order], counts[order]
     ranked, ranked_counts, edges = np.empty_like(genes), np.empty_like(counts), starts.tolist()
     for first in range(0, len(edges) - 1, _RANKED):
         own = edges[first : first + _RANKED + 1]
@@ -163,20 +163,6 @@ def rank_order_rows(
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
         counts[part].take(order, out=ranked_counts[part], mode="clip")
     return ranked, ranked_counts
-
-
-def _by_gene(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort the genes of each cell, so that ties of the key are broken by position."""
-    if len(genes) < 2:
-        return genes, counts
-    ascending = genes[1:] > genes[:-1]
-    borders = starts[1:-1]
-    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True
-    if ascending.all():
-        return genes, counts
-    cell = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    order = np.lexsort((genes, cell))
-    return genes[order], counts[order]
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
@@ -197,21 +183,19 @@ def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with text of dtype object in its index, columns and categories; columns with missing text are
     categories."""
     pd = import_module("pandas")
-    changed = {name: plain for name in frame.columns if (plain := _plain(frame[name])) is not None}
+    changed = {}
+    for name in frame.columns:
+        column = frame[name]
+        is_string = isinstance(column.dtype, pd.StringDtype)
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            names = column.cat.categories
+            if isinstance(names.dtype, pd.StringDtype):
+                changed[name] = column.cat.rename_categories(names.astype(object))
+        elif is_string or column.dtype == object:
+            if column.isna().any():
+                codes, values = pd.factorize(column.astype(object).map(str, na_action="ignore"), sort=True)
+                changed[name] = pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))
+            elif is_string:
+                changed[name] = column.astype(object)
     index = frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
     return frame.assign(**changed).set_axis(index, axis=0)
-
-
-def _plain(column: pd.Series) -> Any:
-    """The column as text of dtype object or categories of it; None if it stays as it is."""
-    pd = import_module("pandas")
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        names = column.cat.categories
-        return column.cat.rename_categories(names.astype(object)) if isinstance(names.dtype, pd.StringDtype) else None
-    is_string = isinstance(column.dtype, pd.StringDtype)
-    if not is_string and column.dtype != object:
-        return None
-    if not column.isna().any():
-        return column.astype(object) if is_string else None
-    codes, values = pd.factorize(column.astype(object).map(str, na_action="ignore"), sort=True)
-    return pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))

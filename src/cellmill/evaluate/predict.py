@@ -365,7 +365,7 @@ def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[
     found = values_of_column(obs, dataset, column)
     if found is None:
         return LabelCounts(column, False, 0, labels, {})
-    codes, values = found
+    codes, values = pd.factorize(found)
     given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
     unknown = {label: n for label, n in tally(given).items() if label not in labels}
     return LabelCounts(column, True, len(given), labels, unknown)

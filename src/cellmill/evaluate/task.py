@@ -31,7 +31,7 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index, places
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, record, verify_changed
 from cellmill.data.shards.plan import select_genes
-from cellmill.data.shards.reader import obs_names, open_shards, read_gene_ids
+from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
 from cellmill.evaluate.baselines import BaselineCache
@@ -138,12 +138,12 @@ class TrainedCells:
             if verify_changed(manifest):
                 record(manifest)
             for path in (manifest.shard_path(shard) for split in READ for shard in manifest.splits[split].shards):
-                for dataset, _, cell in (name.partition(":") for name in obs_names(path)):
+                for dataset, _, cell in (name.partition(":") for name in read_names(path, "obs")):
                     if dataset in self.seen:
                         self.seen[dataset].add(cell)
         for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():
             trained = [split for split in READ if manifest.splits[split].n_obs]
-            ids = read_gene_ids(manifest.shard_path(manifest.splits[trained[0]].shards[0]))
+            ids = read_names(manifest.shard_path(manifest.splits[trained[0]].shards[0]), "var").tolist()
             genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
             self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
 

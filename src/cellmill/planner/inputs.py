@@ -15,9 +15,8 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.index import MISSING, CellColumns
+from cellmill.data.shards.index import MISSING, CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.teacher import open_vectors
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
 

@@ -87,7 +87,7 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=epoch.most_cells,
-        cells_seen=epochs * n_cells + epoch.before(rest),
+        cells_seen=epochs * n_cells + int(epoch.lanes_before(rest).sum()),
         validations=-(-steps // train.val_every_steps) if cells.validation else 0,
         val_cells=cells.validation if train.val_cells is None else min(train.val_cells, cells.validation),
         micro_batches_per_step=float(np.mean(micro_batches)),

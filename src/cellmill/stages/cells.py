@@ -28,10 +28,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
-from cellmill.data.shards.index import DATASET, new_array, text_of
+from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array, text_of
 from cellmill.data.shards.manifest import READ, Manifest
-from cellmill.data.shards.reader import obs_names
-from cellmill.data.shards.teacher import ABOUT, TABLE
+from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
 from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of, uncalibrated
@@ -200,7 +199,7 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
     """Write vectors of the cells that a training reads, found by name in `embeddings`, DATASET.h5ad each, to `out`."""
     shards = Manifest.read(manifest)
     files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
-    cells = pd.Index(np.concatenate([obs_names(path) for path in files]))
+    cells = pd.Index(np.concatenate([read_names(path, "obs") for path in files]))
     table, models, labels = np.full((len(cells), 0), np.nan, np.float32), set[str](), set[str]()
     for path in embeddings:
         names, vectors, about = read_vectors(path)

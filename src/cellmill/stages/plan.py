@@ -53,9 +53,9 @@ def plan(
     else:
         shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
-        numbers = token_numbers(options.tokens, detected, shards.n_genes)
-        kept, levels = numbers.detected, shards.levels(options.obs_columns())
-        corpus = Cells(numbers.all, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels)
+        kept, zeros = token_numbers(options.tokens, detected, shards.n_genes)
+        levels = shards.levels(options.obs_columns())
+        corpus = Cells(kept + zeros, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels)
     if suggest:
         suggestions = search.suggest(options, corpus, machine, device)
         print(search.table(suggestions, options, machine, device), flush=True)

@@ -25,7 +25,7 @@ class Columns:
 
 
 class TeacherVectors(Section):
-    """A teacher and its vectors (`data.shards.teacher`)."""
+    """A teacher and its vectors (`data.shards.index`)."""
 
     width: int = Field(ge=1, description="Numbers of a vector.")
     sha256: str = Field(description="Digest of the vectors.")

@@ -7,18 +7,17 @@ from counts and medians. A file becomes a zip with the same name and `.zip`:
     rest                bytes of the file without X/indices and X/data; alone in files without cells
     medians             of the vocabulary's genes, float32
     starts              indptr of X, int64
-    genes-N, counts-N   of block N, compressed by `_encode`; in rank order if that does not follow (`by_gene` false)
+    genes-N, counts-N   of block N, compressed by zstd; in rank order if that does not follow (`by_gene` false)
 """
 
 import json
 import os
+import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numcodecs import Delta, Shuffle, Zstd
@@ -49,7 +48,8 @@ def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
     verify(manifest, files, threads)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
-    _copy(manifest.path, out / manifest.path.name)
+    with atomic_path(out / manifest.path.name) as temporary:
+        shutil.copyfile(manifest.path, temporary)
     return sum((out / f"{file.name}.zip").stat().st_size for file in files)
 
 
@@ -62,13 +62,9 @@ def restore_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
     files = manifest.files()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
-    _copy(manifest.path, out / manifest.path.name)
+    with atomic_path(out / manifest.path.name) as temporary:
+        shutil.copyfile(manifest.path, temporary)
     return len(files)
-
-
-def _copy(source: Path, target: Path) -> None:
-    with atomic_path(target) as temporary:
-        temporary.write_bytes(source.read_bytes())
 
 
 def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path) -> None:
@@ -81,33 +77,26 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
         pass
     with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         with open(path, "rb") as source, archive.open("rest", "w", force_zip64=True) as rest:
-            for start, stop in _outside(file, path.stat().st_size):
-                source.seek(start)
-                for piece in _pieces(source, stop - start):
-                    rest.write(piece)
+            _copy_rest(file, path.stat().st_size, source, rest, whole=source)
         by_gene = [] if rows is None else _write_rows(archive, rows)
         layout = {"sha256": file.sha256, "size": path.stat().st_size, "by_gene": by_gene}
         archive.writestr("layout.json", json.dumps(layout))
 
 
-def _outside(file: ShardEntry | IndexEntry, size: int) -> Iterator[tuple[int, int]]:
-    """Spans of a file without X/indices and X/data."""
-    at = 0
-    if isinstance(file, ShardEntry) and file.nnz:
+def _copy_rest(file: ShardEntry | IndexEntry, size: int, source: IO[bytes], out: IO[bytes], whole: IO[bytes]) -> None:
+    """Copy the bytes of a file without X/indices and X/data, between the `whole` file and the member `rest`."""
+    arrays = []
+    if isinstance(file, ShardEntry):
         width = np.dtype(file.dtype).itemsize
-        for start, n_bytes in sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)]):
-            yield at, start
-            at = start + n_bytes
-    yield at, size
-
-
-def _pieces(source: IO[bytes], n_bytes: int) -> Iterator[bytes]:
-    while n_bytes:
-        piece = source.read(min(n_bytes, _CHUNK))
-        if not piece:
-            raise ValueError(f"{n_bytes:,} bytes are missing")
-        n_bytes -= len(piece)
-        yield piece
+        arrays = sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)]) if file.nnz else []
+    at = 0
+    for start, n_bytes in [*arrays, (size, 0)]:
+        whole.seek(at)
+        while at < start:
+            if not (piece := source.read(min(start - at, _CHUNK))):
+                raise ValueError(f"{start - at:,} bytes are missing")
+            at += out.write(piece)
+        at += n_bytes
 
 
 def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
@@ -131,23 +120,11 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
         if is_ranked:
             genes, counts = genes[order], counts[order]
         by_gene.append(is_ranked)
-        for name, values in (("genes", genes), ("counts", counts)):
-            archive.writestr(f"{name}-{number}", _encode(name, values), zipfile.ZIP_STORED)
+        # bytes of equal significance stand together
+        for name, values in (("genes", Delta("<i4").encode(genes)), ("counts", counts)):
+            stored = Zstd(level=12).encode(Shuffle(values.itemsize).encode(values))
+            archive.writestr(f"{name}-{number}", bytes(stored), zipfile.ZIP_STORED)
     return by_gene
-
-
-def _encode(name: str, values: np.ndarray) -> bytes:
-    """Compress genes, as differences, or counts; bytes of equal significance stand together."""
-    if name == "genes":
-        values = Delta(values.dtype).encode(values)
-    return bytes(Zstd(level=12).encode(Shuffle(values.itemsize).encode(values)))
-
-
-def _decode(name: str, stored: bytes, n: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Inverse of `_encode`, of `n` values. Raises ValueError or RuntimeError for a damaged block."""
-    shuffled = Zstd().decode(stored, np.empty(n * dtype.itemsize, np.uint8))  # the header may claim any size
-    values = np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype)
-    return Delta(dtype).decode(values) if name == "genes" else values
 
 
 def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) -> None:
@@ -169,31 +146,30 @@ def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) ->
 def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[bytes]) -> None:
     layout = json.loads(_member(archive, "layout.json", _HEADER_BYTES))
     with archive.open("rest") as rest:
-        for start, stop in _outside(file, int(layout["size"])):
-            restored.seek(start)
-            for piece in _pieces(rest, stop - start):
-                restored.write(piece)
+        _copy_rest(file, int(layout["size"]), rest, restored, whole=restored)
     if isinstance(file, IndexEntry) or not file.nnz:
         return
     starts = np.frombuffer(_member(archive, "starts", 8 * (file.n_obs + 1)), "<i8")
     inverse = inverse_medians(np.frombuffer(_member(archive, "medians", _HEADER_BYTES), "<f4"))
     if starts[0] or starts[-1] != file.nnz or (np.diff(starts) < 0).any():
         raise ValueError(f"its offsets of rows are not of {file.nnz:,} nonzeros")
-    edges, dtype = [*range(0, file.n_obs, _ROWS), file.n_obs], np.dtype(file.dtype)
     descriptor = restored.fileno()
     restored.flush()
-    for number, (first, last) in enumerate(pairwise(edges)):
-        own = starts[first : last + 1] - starts[first]
-        genes, counts = (
-            _decode(name, _member(archive, f"{name}-{number}", 2 * kind.itemsize * int(own[-1]) + 1024), own[-1], kind)
-            for name, kind in (("genes", np.dtype("<i4")), ("counts", dtype))
-        )
+    for number, first in enumerate(range(0, file.n_obs, _ROWS)):
+        own = starts[first : first + _ROWS + 1] - starts[first]
+        blocks = []
+        for name, dtype in (("genes", np.dtype("<i4")), ("counts", np.dtype(file.dtype))):
+            n_bytes = dtype.itemsize * int(own[-1])
+            stored = _member(archive, f"{name}-{number}", 2 * n_bytes + 1024)
+            shuffled = Zstd().decode(stored, np.empty(n_bytes, np.uint8))  # the header may claim any size
+            blocks.append(np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype))
+        genes, counts = Delta("<i4").decode(blocks[0]), blocks[1]
         if layout["by_gene"][number]:
             if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
                 raise ValueError("it has genes outside the vocabulary")
             genes, counts = rank_order_rows(own, genes, counts, inverse)
         os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
-        os.pwrite(descriptor, counts.tobytes(), file.counts_at + dtype.itemsize * int(starts[first]))
+        os.pwrite(descriptor, counts.tobytes(), file.counts_at + counts.itemsize * int(starts[first]))
 
 
 def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:

@@ -1,11 +1,20 @@
-"""Index beside the manifest: values of every cell of a split, so that a process opens only the shards it reads.
+"""Arrays of values of every cell: the index beside the manifest, and the vectors of a teacher.
+
+With the index a process opens only the shards that it reads:
 
     SPLIT-offsets.npy   `(n_obs + shards,)` int32: indptr of X of each shard in turn
     SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
     SPLIT-levels.npy    `(columns, n_obs)` uint16: number of each cell's level of the manifest's `obs_levels`, in order
     SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing
 
-The arrays are mapped into memory: a page is read on first use, and is shared by the processes of a node.
+Stage `teach` writes vectors for the cells that a training reads, objective `distill` reads them:
+
+    vectors.npy     `(cells, width)` float32: of the training cells, then of the validation cells, in the order of the
+                    shards; NaN where the teacher has none. Over the training cells each column has mean 0 and standard
+                    deviation 1, so that a loss weighs all columns alike
+    vectors.json    a `TeacherVectors`; written last
+
+All are mapped into memory: a page is read on first use, and is shared by the processes of a node.
 
 Level i of an obs column is number i + 1, equal in every run, layout and split of a corpus and in exported models; 0 is
 unknown: a value that the corpus does not have. Where the corpus has cells without a value, the last level stands for
@@ -13,20 +22,23 @@ a missing value. Numbers are what an objective predicts, such as an age or a pro
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from cellmill.config import check_options
+from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.plugin import in_one_line
-from cellmill.data.shards.manifest import REMEDY, Kind, Manifest
+from cellmill.data.shards.manifest import READ, REMEDY, Kind, Manifest
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, remove_incomplete
+from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
 
 MISSING = "<missing>"
 DATASET = "dataset"  # column of shards that cellmill adds: the name of a cell's dataset
+ABOUT, TABLE = "vectors.json", "vectors.npy"
 
 
 @contextmanager
@@ -72,9 +84,8 @@ class CellColumns:
     """
 
     def __init__(self, manifest: Manifest, split: str, kind: Literal["levels", "numbers"], names: Iterable[str]):
-        names, stored = list(names), open_index(manifest, split, kind)
+        names, stored, levels = list(names), open_index(manifest, split, kind), manifest.obs_levels
         self._path, is_levels = manifest.shard_path(manifest.splits[split].index[kind]), kind == "levels"
-        levels = manifest.obs_levels
         self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32) if is_levels else None
         # in the order of a list: another program may have sorted the keys of an object
         order = sorted(levels if is_levels else manifest.obs_numbers, key=manifest.obs_columns.index)
@@ -89,22 +100,33 @@ class CellColumns:
         return values.astype(np.int32)
 
 
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom)."""
-    mixed = values.copy()
-    _mix(mixed)
-    return mixed
+def open_vectors(folder: Path, shards: Manifest, verify: bool = False) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
+    """Return what is known of the teacher, and the vectors of each split; with `verify`, hash them.
+
+    Raises UserError if they are missing, damaged or of other shards.
+    """
+    about: TeacherVectors = check_options(TeacherVectors, read_json(folder / ABOUT), str(folder / ABOUT))
+    again = "run teach again"
+    if (there := about.shards) != (here := shards.fingerprint):
+        raise DataError(f"{folder / ABOUT}: expected vectors of shards {here[:12]}, got of {there[:12]}; {again}")
+    n_train, n_val = (shards.splits[split].n_obs for split in READ)
+    table = open_array(folder / TABLE, (n_train + n_val, about.width), "<f4", again)
+    if verify and (found := sha256_file(folder / TABLE)) != about.sha256:
+        raise DataError(f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}")
+    return about, {"train": table[:n_train], "val": table[n_train:]}
 
 
-def _mix(values: np.ndarray) -> None:
-    """`splitmix64` in place, which takes half of the time."""
-    shifted = np.empty_like(values)
-    values += np.uint64(0x9E3779B97F4A7C15)
+def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
+    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); half the time `in_place`."""
+    mixed = values if in_place else values.copy()
+    shifted = np.empty_like(mixed)
+    mixed += np.uint64(0x9E3779B97F4A7C15)
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        np.right_shift(values, np.uint64(bits), out=shifted)
-        values ^= shifted
+        np.right_shift(mixed, np.uint64(bits), out=shifted)
+        mixed ^= shifted
         if factor > 1:
-            values *= np.uint64(factor)
+            mixed *= np.uint64(factor)
+    return mixed
 
 
 def hash_text(text: str, seed: int = 0) -> int:
@@ -138,12 +160,12 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
         of_counts = counts[nonzeros]
         pairs = gene_hashes.take(genes[nonzeros])
         pairs ^= _SMALL_COUNTS.take(of_counts) if small else splitmix64(of_counts.astype(np.uint64))
-        _mix(pairs)
+        splitmix64(pairs, in_place=True)
         filled = np.flatnonzero(lengths)
         at = (starts[cells] - starts[first])[filled]
         sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
         pairs ^= _SECOND
-        _mix(pairs)
+        splitmix64(pairs, in_place=True)
         sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
     return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
 
@@ -153,11 +175,6 @@ def places(starts: np.ndarray) -> np.ndarray:
     return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
-def hash_order(hashes: np.ndarray) -> np.ndarray:
-    """Order of `hashes`, `(n, 2)` uint64, by the first half, then the second; equal ones keep their order."""
-    return np.lexsort((hashes[:, 1], hashes[:, 0]))
-
-
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     """Mask, bool, of the `hashes`, `(n, 2)`, that `ordered`, `(2, m)` in ascending order, has too."""
     low, high = (np.searchsorted(ordered[0], hashes[:, 0], side=side) for side in ("left", "right"))
@@ -165,13 +182,6 @@ def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     for i in np.flatnonzero(high > low).tolist():  # nearly always one entry
         found[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()
     return found
-
-
-def level_numbers(codes: np.ndarray, values: Iterable[Any], levels: Sequence[str]) -> np.ndarray:
-    """Return numbers of levels, int32, of cells whose value is `values[code]`; code -1 is a missing value."""
-    number = {level: i for i, level in enumerate(levels, start=1)}
-    table = [*(number.get(text_of(value), 0) for value in values), number.get(MISSING, 0)]
-    return np.array(table, np.int32)[codes]
 
 
 def text_of(value: Any) -> str:

@@ -25,6 +25,8 @@ from cellmill.launch.signals import STOP_SIGNALS
 
 PREFIX = "cellmill-shards-"
 LOCK = "lock"  # file of a folder of copies, locked while the process that owns the folder lives
+_CHUNK = 8 << 20
+_FREE_FRAC = 0.05  # of the file system, which is never filled: others write to it too
 
 
 def warn(line: str) -> None:
@@ -64,10 +66,6 @@ class LocalCopies:
     def remove(self) -> None:
         """Remove the folder with all copies, as far as that is possible."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-_CHUNK = 8 << 20
-_FREE_FRAC = 0.05  # of the file system, which is never filled: others write to it too
 
 
 @dataclass(frozen=True)

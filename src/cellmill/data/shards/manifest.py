@@ -25,6 +25,8 @@ from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
 FORMAT = 2
 REMEDY = "make the shards again (the `shard` stage)"
+READ = ("train", "val")  # splits that a training reads
+VERIFIED = "verified.json"
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -59,11 +61,6 @@ class SplitEntry(_Part):
     nnz: Count
     shards: list[ShardEntry]
     index: dict[Kind, IndexEntry]  # all kinds if there are cells, else none
-
-    @property
-    def files(self) -> list[ShardEntry | IndexEntry]:
-        """Every file of the split."""
-        return [*self.shards, *self.index.values()]
 
 
 class ShardVocabulary(TypedDict):
@@ -103,7 +100,6 @@ class Manifest(CorpusSummary):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        """Refuse entries that contradict each other."""
         if self.variability is not None:
             as_places(self.vocabulary["variability"], self.n_genes)
         if missing := [name for name in SPLITS if name not in self.splits]:
@@ -206,7 +202,10 @@ class Manifest(CorpusSummary):
 
     def files(self, splits: Iterable[str] = SPLITS) -> list[ShardEntry | IndexEntry]:
         """Every file of the splits."""
-        return [file for split in splits for file in self.splits[split].files]
+        files: list[ShardEntry | IndexEntry] = []
+        for split in splits:
+            files += [*self.splits[split].shards, *self.splits[split].index.values()]
+        return files
 
 
 def fingerprint_of(
@@ -236,10 +235,6 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
                     f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {sha256[:12]}: "
                     f"damaged or changed; {REMEDY}"
                 )
-
-
-READ = ("train", "val")  # splits that a training reads
-VERIFIED = "verified.json"
 
 
 def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:

@@ -27,12 +27,13 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_values
-from cellmill.data.shards.index import DATASET, MISSING, hash_order, level_numbers, new_array, text_of
+from cellmill.data.shards.index import DATASET, MISSING, new_array, text_of
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
 
 MAX_LEVELS = 4096
+MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
 
 
 def levels_of(chunks: Iterable[Any]) -> list[str] | None:
@@ -49,10 +50,12 @@ def levels_of(chunks: Iterable[Any]) -> list[str] | None:
     return sorted(texts - {MISSING}) + [MISSING] * missing
 
 
-def levels_in(chunk: Any, levels: Sequence[str]) -> np.ndarray:
-    """Numbers of levels, int32, of an array of values."""
-    codes, values = pd.factorize(chunk)
-    return level_numbers(codes, values, levels)
+def level_numbers(values: Any, levels: Sequence[str]) -> np.ndarray:
+    """Return numbers of levels, int32, of an array of values: 0 for one that is no level."""
+    codes, unique = pd.factorize(values)
+    number = {level: i for i, level in enumerate(levels, start=1)}
+    table = [*(number.get(text_of(value), 0) for value in unique), number.get(MISSING, 0)]  # a missing value is -1
+    return np.array(table, np.int32)[codes]
 
 
 def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
@@ -79,19 +82,18 @@ def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[st
     """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that it lacks."""
     numbers = np.zeros((len(obs), len(levels)), np.int32)
     for at, (name, known) in enumerate(levels.items()):
-        found = values_of_column(obs, dataset, name)
-        if found is not None:
-            numbers[:, at] = level_numbers(*found, known)
+        if (values := values_of_column(obs, dataset, name)) is not None:
+            numbers[:, at] = level_numbers(values, known)
     return numbers
 
 
-def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> tuple[np.ndarray, Any] | None:
-    """Codes of cells, -1 for a missing value, and the values of the codes, of a column of shards; None without it."""
+def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> np.ndarray | pd.Series | None:
+    """Values of a column of shards in the obs of a dataset; None without it."""
     if name == DATASET:
-        return np.zeros(len(obs), np.int64), [dataset]
+        return np.full(len(obs), dataset, object)
     # shards keep a column that a user called `dataset` under another name
-    own = DATASET if name == f"{DATASET}_original" else name
-    return pd.factorize(obs[own]) if own in obs else None
+    column: pd.Series | None = obs.get(DATASET if name == f"{DATASET}_original" else name)
+    return column
 
 
 def dtype_of(column: pd.Series) -> str | None:
@@ -205,30 +207,21 @@ def _encoded(texts: Iterable[str]) -> np.ndarray:
     return np.array([text.encode() for text in texts] or np.zeros(0, "S1"))
 
 
-MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
-
-
 def write_split_index(
     folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
 ) -> dict[Kind, IndexEntry]:
     """Write offsets and hashes of a split, whose cells are given in the order on disk."""
     if not len(nnz):
         return {}
-    starts = range(0, len(nnz), cells_per_shard)
-    at = 0
-    with new_array(folder / f"{split}-offsets.npy", (len(nnz) + len(starts),), "<i4") as offsets:
-        for first in starts:
-            own = nnz[first : first + cells_per_shard]
-            if (total := int(own.sum(dtype=np.int64))) > MAX_NONZEROS:
-                raise DataError(
-                    f"{folder}: {total:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower "
-                    "shard.cells_per_shard"
-                )
-            offsets[at] = 0
-            np.cumsum(own, out=offsets[at + 1 : at + 1 + len(own)])
-            at += len(own) + 1
+    parts = np.split(nnz, range(cells_per_shard, len(nnz), cells_per_shard))
+    if (total := max(int(own.sum(dtype=np.int64)) for own in parts)) > MAX_NONZEROS:
+        raise DataError(
+            f"{folder}: {total:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
+        )
+    with new_array(folder / f"{split}-offsets.npy", (len(nnz) + len(parts),), "<i4") as offsets:
+        np.concatenate([np.append(0, np.cumsum(own)) for own in parts], out=offsets, casting="unsafe")
     with new_array(folder / f"{split}-hashes.npy", (2, len(nnz)), "<u8") as ordered:
-        ordered[:] = hashes[hash_order(hashes)].T
+        ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
     return {kind: _entry(folder, split, kind) for kind in ("offsets", "hashes")}
 
 
@@ -272,7 +265,7 @@ def write_columns(
         return digests
 
     levels = {name: own for name in names if (own := levels_of(chunks(name))) is not None}
-    digests = write("levels", "<u2", {name: partial(levels_in, levels=own) for name, own in levels.items()})
+    digests = write("levels", "<u2", {name: partial(level_numbers, levels=own) for name, own in levels.items()})
     numeric = [name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))]
     numbers = write("numbers", "<f8", dict.fromkeys(numeric, numbers_in))
     return {name: {"levels": own, "digest": digests[name]} for name, own in levels.items()}, numbers

@@ -30,22 +30,17 @@ from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.data.arrays import select_columns, text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import (
-    DATASET,
-    hash_cells,
-    hash_genes,
-    hash_order,
-    hash_text,
-    open_array,
-    places,
-    splitmix64,
-)
+from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, hash_text, open_array, places, splitmix64
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
+
+BLOCK = 1024  # cells read, ordered and written at a time
+CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
+FORMAT = 2
+FOLDER = "parts"  # of the plan, beside the manifest
 
 
 def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
@@ -100,13 +95,6 @@ def split_by_value(
     return of_value[code]
 
 
-BLOCK = 1024  # cells read, ordered and written at a time
-CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
-FORMAT = 2
-FOLDER = "parts"  # of the plan, beside the manifest
-AGAIN = "make the plan again (the `divide` stage)"
-
-
 @dataclass(frozen=True)
 class ShardPlace:
     """A shard to be written: cells `first:last` of the split."""
@@ -149,8 +137,8 @@ class ShardPlan(CorpusSummary):
 
     def cells(self, shard: ShardPlace) -> np.ndarray:
         """Cells of a shard in order, of dtype `CELL`."""
-        path = self.folder / f"{shard.split}.npy"
-        return open_array(path, (self.n_obs[shard.split],), CELL, AGAIN)[shard.first : shard.last]
+        path, again = self.folder / f"{shard.split}.npy", "make the plan again (the `divide` stage)"
+        return open_array(path, (self.n_obs[shard.split],), CELL, again)[shard.first : shard.last]
 
     @classmethod
     def read(cls, folder: Path, key: str) -> ShardPlan | None:
@@ -215,7 +203,13 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
     with named_errors(folder):
         remove_plan(folder)
         obs = JointObs(folder / "obs", names, columns_of([scan.dtypes for scan in scans]))
-        kept = _write_obs(obs, cells, scans, corpus)
+        ends = np.searchsorted(corpus["dataset"], np.arange(1, len(cells)))
+        kept = [np.ascontiguousarray(rows) for rows in np.split(corpus["row"], ends)]
+        for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
+            mask = np.zeros(len(scan.cells), bool)
+            mask[rows] = True
+            with open_counts(path) as reader:  # one in memory at a time
+                obs.write(number, reader.obs, mask)
         chosen, index = {}, {}
         for number, name in enumerate(SPLITS):
             order = np.flatnonzero(split == number)
@@ -281,14 +275,19 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
-        return _Scan(
-            {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns},
-            None if split_by is None else _values(reader, split_by),
-            np.concatenate(hashes),
-            cells,
-            reader.ordered,
-            reader.ranked,
-        )
+        of_split = None
+        if split_by == DATASET:
+            of_split = np.full(reader.n_obs, path.stem, object)
+        elif split_by is not None:
+            column = reader.obs_column(split_by, "shard.split_by")
+            if n_missing := int(column.isna().sum()):
+                raise DataError(
+                    f"{path}: {n_missing:,} cells have no {split_by!r} (shard.split_by), so no split; "
+                    "fill in the column, or split by another"
+                )
+            of_split = text_values(column.astype(object))
+        dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
+        return _Scan(dtypes, of_split, np.concatenate(hashes), cells, reader.ordered, reader.ranked)
 
 
 def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
@@ -298,19 +297,6 @@ def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered
     if (target < 0).any():
         raise DataError("the vocabulary lacks residues or ranked genes; make it from these datasets (`vocabulary`)")
     return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
-
-
-def _values(reader: CountsReader, column: str) -> np.ndarray:
-    """Values of an obs column as text; for `dataset`, the dataset's name."""
-    if column == DATASET:
-        return np.full(reader.n_obs, reader.path.stem, object)
-    values = reader.obs_column(column, "shard.split_by")
-    if (missing := values.isna().to_numpy()).any():
-        raise DataError(
-            f"{reader.path}: {int(missing.sum()):,} cells have no {column!r} (shard.split_by), so no split; "
-            "fill in the column, or split by another"
-        )
-    return text_values(values.astype(object))
 
 
 def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -337,7 +323,7 @@ def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tupl
     """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split. Cells of datasets
     of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first."""
     by_rank = np.argsort(rank, kind="stable")
-    order = by_rank[hash_order(hashes[by_rank])]
+    order = by_rank[np.lexsort(hashes[by_rank].T[::-1])]
     ordered = hashes[order]
     equal = (ordered[1:] == ordered[:-1]).all(axis=1)
     repeated = np.zeros(len(hashes), bool)
@@ -347,15 +333,3 @@ def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tupl
     mixed = np.maximum.reduceat(of_group, first) != np.minimum.reduceat(of_group, first)
     sizes = np.diff(np.concatenate([first, [len(hashes)]]))
     return repeated, int(sizes[mixed].sum())
-
-
-def _write_obs(obs: JointObs, cells: list[Path], scans: list[_Scan], corpus: np.ndarray) -> list[np.ndarray]:
-    """Write the obs of every dataset, one in memory at a time; return the rows of each that shards have."""
-    ends = np.searchsorted(corpus["dataset"], np.arange(1, len(cells)))
-    kept = [np.ascontiguousarray(rows) for rows in np.split(corpus["row"], ends)]
-    for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
-        mask = np.zeros(len(scan.cells), bool)
-        mask[rows] = True
-        with open_counts(path) as reader:
-            obs.write(number, reader.obs, mask)
-    return kept

@@ -9,7 +9,7 @@ Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chun
 gathers single rows in random order, without HDF5, whose lock would let only one thread read at a time: each chunk is
 one pread, decompressed without Python's lock. A row of 2,000 genes lies in one or two chunks.
 
-`read_places` reads consecutive bytes into many memory locations listed in an array. `os.preadv` takes a list of
+C's `preadv` reads consecutive bytes into many memory locations listed in an array. `os.preadv` takes a list of
 buffers instead: making it costs half a microsecond per cell, during which no other thread can run Python.
 """
 
@@ -20,14 +20,12 @@ import errno
 import os
 import stat
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import h5py
 import numpy as np
@@ -40,6 +38,11 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
+MOST_OPEN = 256  # files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
+IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
+_SHUFFLE, _GZIP = 1, 2  # bits of a chunk's mask: filters that it was stored without
+_PREPROCESS = "run preprocess again"
+_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)  # by a damaged header
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.restype = ctypes.c_ssize_t
@@ -49,7 +52,6 @@ _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 def places(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct iovec`: to be used while
     the array lives. Raises IndexError when one is not in it."""
-    assert array.ndim == 1
     assert array.flags.c_contiguous
     assert array.flags.writeable
     if len(starts) and (starts.min() < 0 or sizes.min() < 0 or (starts + sizes).max() > len(array)):
@@ -58,19 +60,6 @@ def places(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarr
     table[:, 0] = array.ctypes.data + array.itemsize * starts
     table[:, 1] = array.itemsize * sizes
     return table
-
-
-def read_places(descriptor: int, table: np.ndarray, offset: int) -> int:
-    """Fill the places of `table`, 1,024 at most, from `offset` of a file on. Returns the number of bytes read."""
-    assert table.dtype == np.uint64
-    assert table.flags.c_contiguous
-    while (n_read := _preadv(descriptor, table.ctypes.data, len(table), offset)) < 0:
-        if (number := ctypes.get_errno()) != errno.EINTR:
-            raise OSError(number, os.strerror(number))
-    return int(n_read)
-
-
-MOST_OPEN = 256  # files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
 
 
 @dataclass
@@ -86,39 +75,14 @@ class _Open:
 class OpenFiles:
     """The `most` files used last, kept open; one that is being read stays open until then. Thread-safe.
 
+    `open` returns a file, to be kept while its descriptor is in use; it raises OSError when it cannot be opened.
     `copies` are files that may be read instead.
     """
 
     def __init__(self, most: int = MOST_OPEN, copies: LocalCopies | None = None):
-        self._most, self.copies = most, copies
-        self._open: OrderedDict[Path, _Open] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __getitem__(self, path: Path) -> _Open:
-        """`path` opened: keep it while its descriptor is in use. Raises OSError when it cannot be opened."""
-        file = self._open.get(path)
-        if file is None:  # without the lock: it may take long on a shared file system; a FIFO would wait without end
-            file = _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        with self._lock:
-            file = self._open.setdefault(path, file)  # another thread may have been quicker
-            self._open.move_to_end(path)
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
-        return file
-
-    def close(self, path: Path) -> None:
-        """Close one file, when nothing reads it any more."""
-        with self._lock:
-            self._open.pop(path, None)
-
-
-IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
-_SHUFFLE, _GZIP = 1, 2  # bits of a chunk's mask: filters that it was stored without
-_PREPROCESS = "run preprocess again"
-_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)  # by a damaged header
+        self.copies = copies
+        # a FIFO would wait without end
+        self.open = lru_cache(most)(lambda path: _Open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)))
 
 
 @dataclass(frozen=True)
@@ -150,8 +114,10 @@ class Contiguous:
         for first in range(0, len(table), IOV_MAX):
             part = table[first : first + IOV_MAX]
             # one call reads up to 2 GiB, and a short read of a regular file means end of file: a retry would not end
-            n_bytes, n_read = int(part[:, 1].sum()), read_places(descriptor, part, offset)
-            if n_read != n_bytes:
+            while (n_read := _preadv(descriptor, part.ctypes.data, len(part), offset)) < 0:
+                if (number := ctypes.get_errno()) != errno.EINTR:
+                    raise OSError(number, os.strerror(number))
+            if n_read != (n_bytes := int(part[:, 1].sum())):
                 raise ValueError(
                     f"short read: {n_read:,} of {n_bytes:,} bytes at {offset:,}: the file was truncated while open"
                 )
@@ -185,21 +151,19 @@ class Chunks:
 
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError or zlib.error for a damaged chunk."""
-        first, last = start // self.length, -(-stop // self.length)
-        whole = np.concatenate([np.empty(0, self.dtype), *(self._chunk(descriptor, at) for at in range(first, last))])
-        return whole[start - first * self.length : stop - first * self.length]
-
-    def _chunk(self, descriptor: int, at: int) -> np.ndarray:
-        size, mask = int(self.sizes[at]), int(self.masks[at])
-        stored = os.pread(descriptor, size, int(self.offsets[at]))
-        n_bytes = self.length * self.dtype.itemsize
-        inflated = stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
-        if len(stored) != size or len(inflated) != n_bytes:
-            raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
-        if mask & _SHUFFLE or self.dtype.itemsize == 1:
-            return np.frombuffer(inflated, self.dtype)
-        planes = np.frombuffer(inflated, np.uint8).reshape(self.dtype.itemsize, self.length)
-        return np.ascontiguousarray(planes.T).view(self.dtype).ravel()
+        first, n_bytes = start // self.length, self.length * self.dtype.itemsize
+        values = [np.empty(0, self.dtype)]
+        for at in range(first, -(-stop // self.length)):
+            size, mask = int(self.sizes[at]), int(self.masks[at])
+            stored = os.pread(descriptor, size, int(self.offsets[at]))
+            inflated = stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
+            if len(stored) != size or len(inflated) != n_bytes:
+                raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
+            planes = np.frombuffer(inflated, np.uint8)
+            if not mask & _SHUFFLE:
+                planes = np.ascontiguousarray(planes.reshape(self.dtype.itemsize, self.length).T).ravel()
+            values.append(planes.view(self.dtype))
+        return np.concatenate(values)[start - first * self.length : stop - first * self.length]
 
 
 @dataclass(eq=False)
@@ -237,16 +201,16 @@ class RowFile:
         return p
 
     def close(self) -> None:
-        """Close the file. No thread may be reading it; it is opened again if it is read again."""
-        self.files.close(self.path)
+        """Close all files of `files`. No thread may be reading them; they are opened again if they are read again."""
+        self.files.open.cache_clear()
 
     def read_genes(self, start: int, stop: int) -> np.ndarray:
         """Genes (int32) of nonzeros `start` to `stop`."""
-        return self._read(partial(self.genes.read, start=start, stop=stop))
+        return self._read(lambda descriptor: self.genes.read(descriptor, start, stop))
 
     def read_counts(self, start: int, stop: int) -> np.ndarray:
         """Counts (`dtype`) of nonzeros `start` to `stop`."""
-        return self._read(partial(self.counts.read, start=start, stop=stop))
+        return self._read(lambda descriptor: self.counts.read(descriptor, start, stop))
 
     def scatter(self, start: int, genes: np.ndarray, counts: np.ndarray | None) -> None:
         """Fill tables of `places`, which must live until then, with genes and counts from nonzero `start` on."""
@@ -264,24 +228,24 @@ class RowFile:
         copies = self.files.copies
         if copies is not None and (copy := copies.of(self.path)) is not None:
             try:
-                file = self.files[copy]
+                file = self.files.open(copy)
                 return read(file.descriptor)
             except (OSError, ValueError) as error:
                 copies.give_up(error, self.path)
         try:
-            file = self.files[self.path]
+            file = self.files.open(self.path)
             if not self._is_checked:
-                self._check_size(file.descriptor)
+                self._check_size(os.fstat(file.descriptor))
             return read(file.descriptor)
         except FileNotFoundError:
-            raise DataError(f"{self.path}: no such file; {self.remedy}") from None
+            reason = "no such file"
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {one_line(error)}; {self.remedy}") from None
+            reason = f"cannot be read: {one_line(error)}"
         except (ValueError, zlib.error) as error:
-            raise DataError(f"{self.path}: damaged: {one_line(error)}; {self.remedy}") from None
+            reason = f"damaged: {one_line(error)}"
+        raise DataError(f"{self.path}: {reason}; {self.remedy}")
 
-    def _check_size(self, descriptor: int) -> None:
-        status = os.fstat(descriptor)
+    def _check_size(self, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
             kind = special_kind(self.path) or "folder"
             raise DataError(f"{self.path}: expected a file, got a {kind}; {self.remedy}")
@@ -335,32 +299,11 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
         raise DataError(f"{path}: not cells of preprocess: {one_line(error)}; {_PREPROCESS}") from None
 
 
-def read_gene_ids(path: Path) -> list[str]:
-    """Names of the columns of X of a shard, or of a file that preprocess wrote."""
+def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
+    """Names of the cells, `dataset:name` in shards, or of the genes of a shard or of a file that preprocess wrote,
+    object."""
     try:
         with open_h5(path, REMEDY) as file:
-            var = file["var"]
-            return read_texts(var[var.attrs["_index"]]).tolist()
+            return read_texts(file[axis][file[axis].attrs["_index"]])
     except (*_UNREADABLE, OSError) as error:
-        raise DataError(f"{path}: its genes cannot be read: {one_line(error)}; {REMEDY}") from None
-
-
-def cell_names(shards: Sequence[RowFile], cells: np.ndarray) -> list[str]:
-    """`dataset:name (file row)` of cells by their index, `(cells,)` int64, in the `shards` of a split."""
-    ends = np.cumsum([shard.n_obs for shard in shards])
-    names = []
-    for cell in cells.tolist():
-        number = int(np.searchsorted(ends, cell, side="right"))
-        shard = shards[number]
-        row = cell - int(ends[number]) + shard.n_obs
-        names.append(f"{obs_names(shard.path)[row]} ({shard.path.name} row {row})")
-    return names
-
-
-def obs_names(shard: Path) -> np.ndarray:
-    """`dataset:name` of the cells of a shard, `(n_obs,)` object."""
-    try:
-        with open_h5(shard, REMEDY) as file:
-            return read_texts(file["obs"][file["obs"].attrs["_index"]])
-    except (OSError, KeyError) as error:
-        raise DataError(f"{shard}: cannot read its obs names ({error}); {REMEDY}") from None
+        raise DataError(f"{path}: its names of {axis} cannot be read: {one_line(error)}; {REMEDY}") from None

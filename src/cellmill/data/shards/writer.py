@@ -7,10 +7,11 @@ finished shard has its entry of the manifest, by which the next process keeps it
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -32,7 +33,7 @@ from cellmill.data.shards.manifest import (
     stamp,
 )
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, places, read_gene_ids
+from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, places, read_names
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, progress, read_json, remove_incomplete, sha256_file, write_json
 
@@ -49,34 +50,10 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
     """
     plan = make_plan(cells, vocabulary, options, out)
     write_part(plan, cells, vocabulary, out.parent)
-    return write_manifest(plan, vocabulary, options, out)
-
-
-def write_part(
-    plan: ShardPlan, cells: list[Path], vocabulary: Vocabulary, folder: Path, part: int = 0, parts: int = 1
-) -> int:
-    """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return their number.
-
-    Parts may be written at the same time. Shards that are already there are kept.
-    """
-    paths, files = {path.stem: path for path in cells}, OpenFiles()
-    places = plan.shards()[part::parts]
-    missing = [place for place in places if _finished(plan, place, folder) is None]
-    if missing:
-        writer = _Writer(plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder)
-        todo = sum(place.last - place.first for place in missing)
-        for place in progress(missing, "shard", todo, size=lambda place: place.last - place.first):
-            writer.write(place)
-    return len(places)
-
-
-def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOptions, out: Path) -> Manifest:
-    """Write the manifest of the shards of a plan, all of which are there, and remove the plan."""
     entries: dict[str, list[ShardEntry]] = {name: [] for name in SPLITS}
     for place in plan.shards():
         entry = _finished(plan, place, out.parent)
-        if entry is None:
-            raise DataError(f"{out.parent / place.name}: not written yet; run all parts, then the `shard` stage")
+        assert entry is not None
         entries[place.split].append(entry)
     splits = {
         name: SplitEntry(n_obs=plan.n_obs[name], nnz=sum(s.nnz for s in shards), shards=shards, index=plan.index[name])
@@ -106,6 +83,24 @@ def write_manifest(plan: ShardPlan, vocabulary: Vocabulary, options: ShardOption
     return manifest
 
 
+def write_part(
+    plan: ShardPlan, cells: list[Path], vocabulary: Vocabulary, folder: Path, part: int = 0, parts: int = 1
+) -> int:
+    """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return their number.
+
+    Parts may be written at the same time. Shards that are already there are kept.
+    """
+    paths, files = {path.stem: path for path in cells}, OpenFiles()
+    places = plan.shards()[part::parts]
+    missing = [place for place in places if _finished(plan, place, folder) is None]
+    if missing:
+        writer = _Writer(plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder)
+        todo = sum(place.last - place.first for place in missing)
+        for place in progress(missing, "shard", todo, size=lambda place: place.last - place.first):
+            writer.write(place)
+    return len(places)
+
+
 def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | None:
     """Entry of a shard that was written by this plan; None if there is none, or the file has changed since."""
     path = folder / place.name
@@ -128,28 +123,22 @@ class _Writer:
     def __init__(self, plan: ShardPlan, sources: list[RowFile], vocabulary: Vocabulary, folder: Path):
         self._plan, self._sources, self._folder, self._n_genes = plan, sources, folder, vocabulary.n_genes
         self._weights = inverse_medians(vocabulary.medians)
-        self._target = np.concatenate([vocabulary.rows_of(read_gene_ids(source.path)) for source in sources])
+        genes = (read_names(source.path, "var").tolist() for source in sources)
+        self._target = np.concatenate([vocabulary.rows_of(gene_ids) for gene_ids in genes])
         columns = {"symbol": vocabulary.symbols, "n_cells": vocabulary.n_cells, "median": vocabulary.medians}
         self._var = pd.DataFrame(columns, index=pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object))
 
     def write(self, place: ShardPlace) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
-        path, cells = self._folder / place.name, self._plan.cells(place)
+        plan, path = self._plan, self._folder / place.name
+        cells = plan.cells(place)
         remove_incomplete(path)
-        obs = self._plan.obs.frame(cells["dataset"], cells["row"])
+        obs = plan.obs.frame(cells["dataset"], cells["row"])
         nnz, dtype = int(cells["nnz"].sum(dtype=np.int64)), count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())
-
-        def blocks() -> Iterator[sp.csr_matrix]:
-            for block in self._ordered_blocks(cells):
-                for array, kind in ((block.indptr, "<i8"), (block.indices, "<i4"), (block.data, "<u4")):
-                    content.update(array.astype(kind, copy=False).data)
-                yield block
-
         with atomic_path(path) as temporary:
-            write_cells(
-                temporary, obs, self._var, blocks(), nnz, dtype, ordered=self._plan.ordered, ranked=self._plan.ranked
-            )
+            blocks = self._ordered_blocks(cells, content.update)
+            write_cells(temporary, obs, self._var, blocks, nnz, dtype, ordered=plan.ordered, ranked=plan.ranked)
             _narrow_indptr(temporary)
         with open_h5(path) as file:
             genes_at, counts_at = (Contiguous.of(file[f"X/{name}"]).offset for name in ("indices", "data"))
@@ -163,12 +152,12 @@ class _Writer:
             genes_at=genes_at,
             counts_at=counts_at,
         )
-        done = {"plan": self._plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
-        write_json(_entry_path(self._plan, place), done)
+        done = {"plan": plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
+        write_json(_entry_path(plan, place), done)
 
-    def _ordered_blocks(self, cells: np.ndarray) -> Iterator[sp.csr_matrix]:
-        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` rows at a time. Sequences keep their
-        own order."""
+    def _ordered_blocks(self, cells: np.ndarray, update: Callable[[Any], None]) -> Iterator[sp.csr_matrix]:
+        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` at a time, which `update` hashes.
+        Sequences keep their own order."""
         ordered = self._plan.ordered
         starts, columns, counts = _gather(cells, self._sources)
         first_column = np.cumsum([0, *(source.n_vars for source in self._sources)])[cells["dataset"]]
@@ -190,6 +179,8 @@ class _Writer:
             genes, of_gene = block.indices, block.data
             if not ordered:
                 genes, of_gene = rank_order_rows(starts_of_block, genes, of_gene, self._weights)
+            for array, kind in ((starts_of_block, "<i8"), (genes, "<i4"), (of_gene, "<u4")):
+                update(array.astype(kind, copy=False).data)
             yield sp.csr_matrix((of_gene, genes, starts_of_block), shape=block.shape)
 
 

@@ -7,6 +7,7 @@ view of it or a tensor over it is gone.
 
 import ctypes
 import weakref
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -77,7 +78,6 @@ class Batch:
     @classmethod
     @cache
     def _axes(cls) -> dict[str, Per]:
-        """Axis of each array, by field."""
         return {f.name: f.metadata["per"] for f in fields(cls) if "per" in f.metadata}
 
     def map(self, change: Callable[[Per, Array], Array], **others: Any) -> Self:
@@ -221,15 +221,10 @@ def micro_batches_of_ranks(lengths: np.ndarray, n_cells: np.ndarray, token_budge
 
 
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
-    """Boundaries of at most `most` micro-batches that minimise the largest one."""
-    low, high = int(lengths.max(initial=1)), max(int(lengths.sum()), 1)
-    while low < high:  # bisect for the smallest budget that needs at most `most` micro-batches
-        budget = (low + high) // 2
-        if len(cut_batch(lengths, budget)) - 1 <= most:
-            high = budget
-        else:
-            low = budget + 1
-    return cut_batch(lengths, low)
+    """Borders of at most `most` micro-batches that minimise the largest one."""
+    low, high = int(lengths.max(initial=1)), int(lengths.sum())
+    fits = bisect_left(range(low, high), True, key=lambda budget: len(cut_batch(lengths, budget)) - 1 <= most)
+    return cut_batch(lengths, low + fits)
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:

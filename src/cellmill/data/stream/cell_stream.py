@@ -18,13 +18,12 @@ import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.shards.index import MISSING, CellColumns
+from cellmill.data.shards.index import MISSING, CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.reader import cell_names, open_shards
-from cellmill.data.shards.teacher import open_vectors
+from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.stream.batch import Batch, cut_batch, cut_evenly, empty_batch, micro_batches_of_ranks
-from cellmill.data.stream.order import EpochLayout, Repeats, shards_read
+from cellmill.data.stream.order import EpochLayout, Repeats, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
@@ -48,7 +47,7 @@ class CellStream:
     (pipelines), cells are spread evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch
     in disk order of the first `max_cells` cells. `counted` batches have the counts of their tokens; `columns` and
     `number_columns` map obs columns, whose levels or numbers batches carry, to the option that names each; `teacher`
-    is the folder of vectors that they carry (`data.shards.teacher`). Shards are read from `copies` once these are
+    is the folder of vectors that they carry (`data.shards.index`). Shards are read from `copies` once these are
     complete. Raises DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
@@ -95,13 +94,7 @@ class CellStream:
                 levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
             repeats = Repeats(levels, stream)
         self._layout = EpochLayout(
-            sizes,
-            **order,
-            global_batch=global_batch,
-            seed=seed,
-            shuffle=shuffle,
-            max_cells=max_cells,
-            repeats=repeats,
+            sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells, repeats=repeats
         )
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
@@ -118,12 +111,11 @@ class CellStream:
         }
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
-        io_threads = stream.io_threads
-        self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes=max_genes, io_threads=io_threads)
+        self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes, stream.io_threads)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
         self._epoch = self._step = 0
-        self._ahead: _Ahead | None = None
+        self._pool: ThreadPoolExecutor | None = None  # that tokenizes ahead
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -134,15 +126,28 @@ class CellStream:
         if not self._layout.shuffle:
             self._epoch = self._step = 0
         self._stop_ahead()
-        ahead = self._ahead = _Ahead(map(self._micro_batches, self._rows.steps(self._epoch, self._step)))
+        groups = map(self._micro_batches, self._rows.steps(self._epoch, self._step))
+        pool = self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
+        ahead = deque(pool.submit(next, groups, None) for _ in range(_AHEAD))
         try:
-            for batches in ahead:
-                self._step += 1
-                if self._step == self.steps_per_epoch:
-                    self._epoch, self._step = self._epoch + 1, 0
-                yield batches
+            while ahead:
+                try:
+                    group = ahead.popleft().result()
+                except CancelledError:  # another thread stopped it
+                    return
+                if group is None:
+                    return
+                with suppress(RuntimeError):  # as above: the pool takes no task any more
+                    ahead.append(pool.submit(next, groups, None))
+                for batches in group:
+                    if self._pool is not pool:
+                        return
+                    self._step += 1
+                    if self._step == self.steps_per_epoch:
+                        self._epoch, self._step = self._epoch + 1, 0
+                    yield batches
         finally:
-            ahead.stop()
+            pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
         """`epoch`, `step` (batches of it handed out), and the options that define the order."""
@@ -180,30 +185,46 @@ class CellStream:
         self._epoch, self._step = epoch, step
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
-        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over all epochs."""
-        lanes = [lane for lane in range(self._layout.lanes) if lane % self._world in ranks]
-        read = shards_read(self._layout, lanes, step, stop)
-        return {path: sha256 for path, sha256, is_read in zip(self._sha256, self._sha256.values(), read) if is_read}
+        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over all epochs.
+
+        Without shuffling, those of its one epoch, whatever the steps.
+        """
+        layout, per_epoch, read = self._layout, self.steps_per_epoch, set[int]()
+        if not layout.shuffle:
+            step, stop = 0, per_epoch
+        for epoch in range(step // per_epoch, -(-stop // per_epoch)):
+            order = epoch_order(layout, epoch)
+            first, last = (layout.lanes_before(min(max(at - epoch * per_epoch, 0), per_epoch)) for at in (step, stop))
+            for lane in (lane for lane in range(layout.lanes) if lane % self._world in ranks):
+                for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
+                    if high > first[lane] and low < last[lane]:
+                        read.update(order.window_runs(lane, window)[:, 0].tolist())
+            if len(read) == len(self._sha256):
+                break
+        return {path: sha256 for number, (path, sha256) in enumerate(self._sha256.items()) if number in read}
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
-        return cell_names(self._shards, cells)
+        starts, names = np.cumsum([0, *(shard.n_obs for shard in self._shards)]), []
+        for cell, number in zip(cells.tolist(), (np.searchsorted(starts, cells, side="right") - 1).tolist()):
+            path, row = self._shards[number].path, cell - int(starts[number])
+            names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
+        return names
 
     def close(self) -> None:
         """End all threads; may be called at any time, and again."""
         self._closed = True
         self._stop_ahead()
         self._rows.close()
-        for shard in self._shards:
-            shard.close()
+        self._shards[0].close()
 
     def _stop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        """End the thread that tokenizes ahead, and wait for it."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
-        """Micro-batches of each step."""
         # every rank computes the number of cuts of all ranks from known lengths: no communication to agree on it
         lengths, n_cells = self._tokenizer.numbers(steps.lengths), steps.n_cells
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
@@ -231,33 +252,3 @@ class CellStream:
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
         left = iter(made)
         return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(full, numbers)]
-
-
-class _Ahead:
-    """Items of lists, which are made in a thread, a few ahead; its errors are raised to the consumer."""
-
-    def __init__(self, items: Iterator[list[list[Batch]]]):
-        self._items, self._is_stopped = items, False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
-        self._made = deque(self._pool.submit(next, self._items, None) for _ in range(_AHEAD))
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        while self._made:
-            try:
-                item = self._made.popleft().result()
-            except CancelledError:  # another thread stopped it
-                return
-            if item is None:
-                return
-            with suppress(RuntimeError):  # as above: no task is taken any more
-                self._made.append(self._pool.submit(next, self._items, None))
-            for each in item:
-                if self._is_stopped:
-                    return
-                yield each
-
-    def stop(self) -> None:
-        """End the thread and wait for it."""
-        self._is_stopped = True
-        self._pool.shutdown(cancel_futures=True)
-        self._made.clear()

@@ -27,6 +27,10 @@ import numpy as np
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 
+REPEATS = 4  # purpose of the words that choose cells
+BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
+COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
+
 
 def random_words(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
     """Return `n` random uint64, a function of the arguments alone (at most three of `position`).
@@ -46,9 +50,6 @@ def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
     return np.argsort(words, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
 
 
-REPEATS = 4  # purpose of the words that choose cells
-
-
 @dataclass(frozen=True, eq=False)
 class Repeats:
     """Repeats of the first cells of a split, those that a run reads."""
@@ -59,20 +60,16 @@ class Repeats:
     def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
         """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
         counts = np.zeros(len(self.levels), np.uint32)
-        for level, total in enumerate(self.totals(first_step)):
-            end = int(self._sizes[: level + 1].sum())
-            cells = self._by_level[end - int(self._sizes[level]) : end]
-            if not len(cells):
-                continue
-            each, more = divmod(total, len(cells))
-            counts[cells] = each
-            if more:
-                drawn = random_words(len(cells), seed, REPEATS, epoch, level)
-                counts[cells[np.argpartition(drawn, more - 1)[:more]]] += 1
+        for level, (cells, total) in enumerate(zip(self._by_level, self._totals(first_step).tolist())):
+            if len(cells):
+                counts[cells], more = divmod(total, len(cells))
+                if more:
+                    drawn = random_words(len(cells), seed, REPEATS, epoch, level)
+                    counts[cells[np.argpartition(drawn, more - 1)[:more]]] += 1
         return counts
 
-    def totals(self, first_step: int) -> list[int]:
-        """Cells that are read of each level in an epoch that begins at `first_step`; their sum is the split's cells."""
+    def _totals(self, first_step: int) -> np.ndarray:
+        """Cells that are read of each level, (levels,) int64, in an epoch from `first_step` on: in sum the split's."""
         stream = self.stream
         part = 1.0 if not stream.weight_warmup_steps else min(1.0, first_step / stream.weight_warmup_steps)
         before, after = self._weights(stream.weight_start_exponent), self._weights(stream.weight_exponent)
@@ -81,7 +78,7 @@ class Repeats:
         # whole cells: the largest remainders are rounded up
         left = len(self.levels) - int(totals.sum())
         totals[np.argsort(totals - exact, kind="stable")[:left]] += 1
-        return [int(total) for total in totals]
+        return totals
 
     def _weights(self, exponent: float) -> np.ndarray:
         sizes, n, most = self._sizes, len(self.levels), self.stream.max_repeats
@@ -99,8 +96,9 @@ class Repeats:
         return np.bincount(self.levels)
 
     @cached_property
-    def _by_level(self) -> np.ndarray:
-        return np.argsort(self.levels, kind="stable")
+    def _by_level(self) -> list[np.ndarray]:
+        """Cells of each level."""
+        return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
 
 
 def weights(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
@@ -118,31 +116,6 @@ def weights(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
         if not above.any():
             return result
         capped |= above
-
-
-BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs of contiguous cells: number of the shard, first cell in it and number of cells; all int64."""
-
-    shard: np.ndarray
-    first: np.ndarray
-    n: np.ndarray
-
-    def __getitem__(self, item: slice | np.ndarray) -> Runs:
-        return Runs(self.shard[item], self.first[item], self.n[item])
-
-    def __add__(self, other: Runs) -> Runs:
-        return _joined([self, other])
-
-    def cut(self, start: int, stop: int) -> Runs:
-        """Cells `start:stop` of the concatenated runs."""
-        ends = np.cumsum(self.n)
-        low = np.clip(start - (ends - self.n), 0, self.n)
-        high = np.clip(stop - (ends - self.n), 0, self.n)
-        return Runs(self.shard, self.first + low, high - low)[high > low]
 
 
 @dataclass(frozen=True)
@@ -196,10 +169,6 @@ class EpochLayout:
         # the step before the first whose cells, dealt one by one, are more than those up to this one
         return ((places * self.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
 
-    def before(self, step: int) -> int:
-        """Cells of all lanes before step `step` of an epoch."""
-        return int(self.lanes_before(step).sum())
-
     def deal(self, cells: int | np.ndarray) -> np.ndarray:
         """Cells of each lane if `cells` are dealt one by one."""
         return -((np.arange(self.lanes) - cells) // self.lanes)
@@ -215,33 +184,43 @@ def epoch_of(options: TrainOptions, n_cells: int) -> EpochLayout:
 class Epoch:
     """Order of one epoch.
 
-    Attributes: `lanes`, one `Runs` each; `lane_cells`, the number of cells in each; `borders`, for each lane the first
-    cell of each of its windows, followed by the lane's number of cells.
+    Attributes: `lane_cells`, the number of cells in each lane; `borders`, for each lane the first cell of each of its
+    windows, followed by the lane's number of cells.
+
+    Runs of contiguous cells are `(runs, 3)` int64: number of the shard, first cell in it and number of cells.
     """
 
     def __init__(self, layout: EpochLayout, epoch: int):
-        self.layout, self.epoch = layout, epoch
-        full, short = _blocks(layout)
+        self.layout, self.epoch, size = layout, epoch, layout.block_cells
+        left, blocks = layout.n_cells, []
+        for shard, cells in enumerate(layout.shard_cells):
+            first = np.arange(0, min(cells, left), size)
+            blocks.append(np.stack([np.full(len(first), shard), first, np.minimum(min(cells, left) - first, size)], 1))
+            left -= min(cells, left)
+        every = np.concatenate(blocks)
+        full, short = every[every[:, 2] == size], every[every[:, 2] < size]
         if layout.shuffle:
-            full = full[permutation(len(full.n), layout.seed, BLOCKS, epoch, 0)]
-            short = short[permutation(len(short.n), layout.seed, BLOCKS, epoch, 1)]
-        dealt = len(full.n) // layout.lanes * layout.lanes
-        rest = full[dealt:] + short
-        cuts = np.cumsum([0, *layout.deal(int(rest.n.sum()))]).tolist()
-        self.lanes = [
-            full[lane : dealt : layout.lanes] + rest.cut(cuts[lane], cuts[lane + 1]) for lane in range(layout.lanes)
+            full = full[permutation(len(full), layout.seed, BLOCKS, epoch, 0)]
+            short = short[permutation(len(short), layout.seed, BLOCKS, epoch, 1)]
+        dealt = len(full) // layout.lanes * layout.lanes
+        rest = np.concatenate([full[dealt:], short])
+        cuts = np.cumsum([0, *layout.deal(int(rest[:, 2].sum()))]).tolist()
+        self._lanes = [
+            np.concatenate([full[lane : dealt : layout.lanes], _cut(rest, start, stop)])
+            for lane, (start, stop) in enumerate(pairwise(cuts))
         ]
-        self.lane_cells = [int(runs.n.sum()) for runs in self.lanes]
-        self.borders = []
-        for runs in self.lanes:
-            ends = np.cumsum(runs.n)
+        self.lane_cells: list[int] = []
+        self.borders: list[np.ndarray] = []
+        for runs in self._lanes:
+            ends = np.cumsum(runs[:, 2])
             window_ends = ends[layout.window_blocks - 1 :: layout.window_blocks]
             self.borders.append(np.unique(np.concatenate([[0], window_ends, ends[-1:]])))
+            self.lane_cells.append(int(self.borders[-1][-1]))
 
-    def window_runs(self, lane: int, window: int) -> Runs:
+    def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
         size = self.layout.window_blocks
-        return self.lanes[lane][window * size : (window + 1) * size]
+        return self._lanes[lane][window * size : (window + 1) * size]
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permutation of the cells of the window's concatenated runs."""
@@ -251,107 +230,57 @@ class Epoch:
         return permutation(cells, self.layout.seed, WINDOW, window, lane, self.epoch)
 
 
-def _blocks(layout: EpochLayout) -> tuple[Runs, Runs]:
-    """Full blocks of the first `n_cells` cells, and the shorter blocks at the ends of shards."""
-    left, size = layout.n_cells, layout.block_cells
-    full, short = [], []
-    for shard, cells in enumerate(layout.shard_cells):
-        cells = min(cells, left)
-        left -= cells
-        whole = cells // size
-        full.append(_runs(shard, np.arange(whole) * size, size))
-        short.append(_runs(shard, np.arange(whole * size, cells, size), cells % size))
-    return _joined(full), _joined(short)
-
-
-def _runs(shard: int, first: np.ndarray, n: int) -> Runs:
-    return Runs(np.full(len(first), shard), first, np.full(len(first), n))
-
-
-def _joined(runs: list[Runs]) -> Runs:
-    return Runs(*(np.concatenate([getattr(r, name) for r in runs]) for name in ("shard", "first", "n")))
-
-
-COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
+def _cut(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Cells `start:stop` of the concatenated runs."""
+    shard, first, n = runs.T
+    before = np.cumsum(n) - n
+    low, high = np.clip(start - before, 0, n), np.clip(stop - before, 0, n)
+    return np.stack([shard, first + low, high - low], 1)[high > low]
 
 
 class RepeatedEpoch(Epoch):
-    """Order of one epoch of a layout with `repeats`, without `lanes`."""
+    """Order of one epoch of a layout with `repeats`."""
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
-        self.layout, self.epoch = layout, epoch
+        self.layout, self.epoch, size = layout, epoch, layout.block_cells
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
-        self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
+        self._first_cell = np.cumsum([0, *layout.shard_cells])
         self._counts = np.pad(counts, (0, int(self._first_cell[-1]) - len(counts)))
-        starts, sizes = self._blocks()
-        block, self._copy, n = self._copies(starts)
-        order = permutation(len(block), layout.seed, BLOCKS, epoch, COPIES)
-        self._copy, self._n = self._copy[order], n[order]
-        self._starts, self._sizes = starts[block[order]], sizes[block[order]]
-        self._ends = np.cumsum(self._n)
-        self.lane_cells = layout.deal(layout.n_cells).tolist()
-        self._lane_first = np.concatenate([[0], np.cumsum(self.lane_cells)])
-        window = layout.window_blocks * layout.block_cells
-        self.borders = [np.append(np.arange(0, cells, window), cells) for cells in self.lane_cells]
-
-    def window_runs(self, lane: int, window: int) -> Runs:
-        """Runs of cells in window `window` of `lane`."""
-        low, high = (int(self._lane_first[lane] + at) for at in self.borders[lane][window : window + 2])
-        first, last = np.searchsorted(self._ends, [low, high - 1], side="right").tolist()
-        cells = np.concatenate([self._cells(copy) for copy in range(first, last + 1)])
-        before = int(self._ends[first] - self._n[first])
-        return self._runs(cells[low - before : high - before])
-
-    def _blocks(self) -> tuple[np.ndarray, np.ndarray]:
-        """First cell of each block of the split, counted over all shards, and number of its cells."""
-        size = self.layout.block_cells
-        starts = [first + np.arange(0, n, size) for first, n in zip(self._first_cell, self.layout.shard_cells)]
-        joined = np.concatenate(starts).astype(np.int64)
-        return joined, np.diff(np.append(joined, self._first_cell[-1]))
-
-    def _copies(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Block, number from 1, and cells of each copy that has any."""
-        parts: list[tuple[np.ndarray, ...]] = []
+        # first cell of each block, counted over all shards
+        shards = zip(self._first_cell, layout.shard_cells)
+        starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
+        stops = np.append(starts[1:], self._first_cell[-1])
+        copies: list[np.ndarray] = []  # first cell and end of the block, number from 1, and cells: of copies with any
         left = np.flatnonzero(self._counts)  # few cells may have many copies
         while len(left):
             block = np.searchsorted(starts, left, side="right") - 1
             begins = np.flatnonzero(np.diff(block, prepend=-1))
-            parts.append((block[begins], np.full(len(begins), len(parts) + 1), np.diff(np.append(begins, len(left)))))
-            left = left[self._counts[left] > len(parts)]
-        blocks, copies, cells = (np.concatenate(arrays) for arrays in zip(*parts))
-        return blocks, copies, cells
+            number, cells = np.full(len(begins), len(copies) + 1), np.diff(np.append(begins, len(left)))
+            copies.append(np.stack([starts[block[begins]], stops[block[begins]], number, cells], 1))
+            left = left[self._counts[left] > len(copies)]
+        every = np.concatenate(copies)
+        every = every[permutation(len(every), layout.seed, BLOCKS, epoch, COPIES)]
+        self._copies, self._ends = every[:, :3], np.concatenate([[0], np.cumsum(every[:, 3])])
+        self.lane_cells = layout.deal(layout.n_cells).tolist()
+        self._lane_first = np.cumsum([0, *self.lane_cells])
+        window = layout.window_blocks * size
+        self.borders = [np.append(np.arange(0, cells, window), cells) for cells in self.lane_cells]
 
-    def _cells(self, at: int) -> np.ndarray:
-        """Cells of a copy, counted over all shards."""
-        start = int(self._starts[at])
-        return start + np.flatnonzero(self._counts[start : start + int(self._sizes[at])] >= self._copy[at])
-
-    def _runs(self, cells: np.ndarray) -> Runs:
+    def window_runs(self, lane: int, window: int) -> np.ndarray:
+        """Runs of cells in window `window` of `lane`."""
+        low, high = (int(self._lane_first[lane] + at) for at in self.borders[lane][window : window + 2])
+        first, last = (np.searchsorted(self._ends, [low, high - 1], side="right") - 1).tolist()
+        of_copies = [
+            start + np.flatnonzero(self._counts[start:stop] >= number)
+            for start, stop, number in self._copies[first : last + 1].tolist()
+        ]
+        before = int(self._ends[first])
+        cells = np.concatenate(of_copies)[low - before : high - before]  # counted over all shards
         shard = np.searchsorted(self._first_cell, cells, side="right") - 1
         begins = np.flatnonzero(np.append(True, (np.diff(cells) != 1) | (np.diff(shard) != 0)))
-        shard = shard[begins]
-        return Runs(shard, cells[begins] - self._first_cell[shard], np.diff(np.append(begins, len(cells))))
-
-
-def shards_read(layout: EpochLayout, lanes: list[int], step: int, stop: int) -> np.ndarray:
-    """Mask, `(shards,)` bool, of the shards that `lanes` read in steps `step` to `stop`, counted over all epochs.
-
-    A layout that does not shuffle reads its one epoch, whatever the steps.
-    """
-    read, per_epoch = np.zeros(len(layout.shard_cells), bool), layout.steps_per_epoch
-    if not layout.shuffle:
-        step, stop = 0, per_epoch
-    for epoch in range(step // per_epoch, -(-stop // per_epoch)):
-        order = epoch_order(layout, epoch)
-        first, last = (layout.lanes_before(min(max(at - epoch * per_epoch, 0), per_epoch)) for at in (step, stop))
-        for lane in lanes:
-            for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
-                if high > first[lane] and low < last[lane]:
-                    read[order.window_runs(lane, window).shard] = True
-            if read.all():
-                return read
-    return read
+        first_cell = cells[begins] - self._first_cell[shard[begins]]
+        return np.stack([shard[begins], first_cell, np.diff(np.append(begins, len(cells)))], 1)
 
 
 def epoch_order(layout: EpochLayout, epoch: int) -> Epoch:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cellmill.data.shards.reader import RowFile, places
-from cellmill.data.stream.order import Epoch, EpochLayout, Runs, epoch_order
+from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
@@ -44,10 +44,6 @@ class WindowCells:
         lanes, cells, lengths = (array[start:stop] for array in (self.lanes, self.cells, self.lengths))
         return WindowCells(lanes, cells, lengths, starts, self.genes[span], counts)
 
-    def of_lane(self, lane: int) -> WindowCells:
-        """The cells of a lane, if all are of one step."""
-        return self.slice(*np.searchsorted(self.lanes, [lane, lane + 1]).tolist())
-
 
 @dataclass(frozen=True)
 class StreamWindow:
@@ -56,8 +52,8 @@ class StreamWindow:
     cells: WindowCells  # without genes and counts until memory is given to them
     first_step: int
     borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
-    spans: list[tuple[int, int, int]]  # what is read: shard, first row and number of rows
-    position: np.ndarray  # of the cells of `spans`, one after another, among `cells`
+    runs: np.ndarray  # what is read, as in `Epoch`
+    position: np.ndarray  # of the cells of `runs`, one after another, among `cells`
 
     @property
     def last_step(self) -> int:
@@ -87,7 +83,7 @@ class _Reads:
     """Target position of each row of a window, in file order."""
 
     def __init__(self, window: WindowCells, position: np.ndarray) -> None:
-        self._memory = window.counts
+        self._memory, self._window = window.counts, window  # which lives as long as its places
         self._starts, self._lengths = window.starts[position], window.lengths[position]
         kept = window.starts[position + 1] - self._starts
         cut = self._lengths - kept
@@ -99,27 +95,19 @@ class _Reads:
             self._genes = np.stack([self._genes, ignored], 1).reshape(-1, 2)
         if self._memory is not None:
             self._counts = places(self._memory, self._starts, self._lengths)
-        self._window = window  # lives as long as its places
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells: shard, first row in it, position of the first among all rows, and number."""
-        for shard, first, at, n in runs:
+        """Read runs of cells: shard, first row in it, number, and position of the first among all rows."""
+        for shard, first, n, at in runs:
             start, genes = int(shard.indptr[first]), self._genes[self._each * at : self._each * (at + n)]
-            is_wider = self._memory is not None and self._memory.dtype != shard.dtype
-            shard.scatter(start, genes, None if self._memory is None or is_wider else self._counts[at : at + n])
-            if is_wider:
-                self._read_wider(shard, start, slice(at, at + n))
-
-    def _read_wider(self, shard: RowFile, start: int, rows: slice) -> None:
-        """Counts of a shard that has 16 bits for them, where another of the split has 32."""
-        assert self._memory is not None
-        starts, lengths = self._starts[rows].tolist(), self._lengths[rows]
-        counts = shard.read_counts(start, start + int(lengths.sum()))
-        for at, part in zip(starts, np.split(counts, np.cumsum(lengths)[:-1])):
-            self._memory[at : at + len(part)] = part
-
-
-_NONE = np.empty(0, np.int64)
+            if self._memory is None or self._memory.dtype == shard.dtype:
+                shard.scatter(start, genes, None if self._memory is None else self._counts[at : at + n])
+                continue
+            shard.scatter(start, genes, None)  # the shard has 16 bits for counts, where another of the split has 32
+            lengths = self._lengths[at : at + n]
+            counts = np.split(shard.read_counts(start, start + int(lengths.sum())), np.cumsum(lengths)[:-1])
+            for target, part in zip(self._starts[at : at + n].tolist(), counts):
+                self._memory[target : target + len(part)] = part
 
 
 @dataclass(frozen=True)
@@ -143,14 +131,7 @@ class Prefetch:
     """
 
     def __init__(
-        self,
-        shards: list[RowFile],
-        layout: EpochLayout,
-        rank: int,
-        world: int,
-        *,
-        max_genes: int | None,
-        io_threads: int,
+        self, shards: list[RowFile], layout: EpochLayout, rank: int, world: int, max_genes: int | None, io_threads: int
     ):
         self._shards, self._layout, self._rank, self._world = shards, layout, rank, world
         by_rank = np.arange(layout.lanes).reshape(-1, world).T
@@ -170,7 +151,12 @@ class Prefetch:
         """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
         layout = self._layout
         before = layout.lanes_before(step)
-        lengths_of_others = self._lengths_of(self._others, epoch, before)
+        windows, skipped = [], []
+        for lane, cell in zip(self._others.tolist(), before[self._others].tolist()):
+            borders = self._epoch(epoch).borders[lane]
+            skipped.append(cell - int(borders[_window_of(cell, borders)]))
+            windows.append(self._lengths_of_windows(lane, epoch, cell))
+        lengths_of_others = LaneLengths(windows, skipped)
         ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._dtype, self._pool)
         while True:
             while step < layout.steps_per_epoch:
@@ -197,34 +183,27 @@ class Prefetch:
         self, own: np.ndarray, others: LaneLengths, of_ranks: np.ndarray, of_lanes: np.ndarray
     ) -> np.ndarray:
         """Lengths of all ranks' cells, by step and rank; `own` are those of this rank."""
-        parts, at = [], 0
-        for in_ranks, in_lanes in zip(of_ranks, of_lanes[:, self._others]):
-            first, n = int(in_ranks[: self._rank].sum()), int(in_ranks[self._rank])
+        parts = []
+        ends = np.cumsum(of_ranks[:, self._rank]).tolist()
+        for in_ranks, in_lanes, end in zip(of_ranks, of_lanes[:, self._others], ends):
+            first = int(in_ranks[: self._rank].sum())
             lengths = others.take(in_lanes)
-            parts += [lengths[:first], own[at : at + n], lengths[first:]]
-            at += n
+            parts += [lengths[:first], own[end - int(in_ranks[self._rank]) : end], lengths[first:]]
         return np.concatenate(parts)
-
-    def _lengths_of(self, lanes: np.ndarray, epoch: int, before: np.ndarray) -> LaneLengths:
-        """Lengths of lanes that are not read, each from its cell `before` of an epoch on."""
-        windows, skipped = [], []
-        for lane, cell in zip(lanes.tolist(), before[lanes].tolist()):
-            borders = self._epoch(epoch).borders[lane]
-            skipped.append(cell - int(borders[_window_of(cell, borders)]))
-            windows.append(self._lengths_of_windows(lane, epoch, cell))
-        return LaneLengths(windows, skipped)
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
-        pieces = [part.of_lane(lane) for lane in self._own for part in parts]
-        lanes, cells, lengths = (
-            np.concatenate([_NONE, *(getattr(piece, name) for piece in pieces)])
-            for name in ("lanes", "cells", "lengths")
+        spans = [(part, *np.searchsorted(part.lanes, [lane, lane + 1])) for lane in self._own for part in parts]
+        none, no_genes = np.empty(0, np.int64), np.empty(0, np.int32)  # for steps in which this rank has no cells
+        pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, None)]
+        pieces += [part.slice(start, stop) for part, start, stop in spans]
+        lanes, cells, lengths, genes_of = (
+            np.concatenate(arrays)
+            for arrays in zip(*((p.lanes, p.cells, p.lengths, np.diff(p.starts)) for p in pieces))
         )
-        starts = np.concatenate([[0], np.cumsum(np.concatenate([_NONE, *(np.diff(p.starts) for p in pieces)]))])
-        genes = self._buffer.array("genes", int(starts[-1]), np.int32)
-        np.concatenate([piece.genes for piece in pieces] or [genes], out=genes)
-        counts = None
+        starts = np.concatenate([[0], np.cumsum(genes_of)])
+        genes, counts = self._buffer.array("genes", int(starts[-1]), np.int32), None
+        np.concatenate([piece.genes for piece in pieces], out=genes)
         if self._dtype is not None:
             counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
             np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
@@ -241,18 +220,18 @@ class Prefetch:
         while self._epoch(epoch).lane_cells[lane]:
             order = self._epoch(epoch)
             for window in range(_window_of(cell, order.borders[lane]), len(order.borders[lane]) - 1):
-                yield self._lengths(order.window_runs(lane, window), order.window_order(lane, window))
+                yield self._lengths(order.window_runs(lane, window))[order.window_order(lane, window)]
             if not self._layout.shuffle:
                 return
             epoch, cell = epoch + 1, 0
 
-    def _lengths(self, runs: Runs, order: np.ndarray) -> np.ndarray:
-        """Numbers of genes of the cells of `runs`, in that order."""
-        parts = [self._shards[shard].indptr[first : first + n + 1] for shard, first, n in _spans(runs)]
+    def _lengths(self, runs: np.ndarray) -> np.ndarray:
+        """Numbers of genes of the cells of `runs`."""
+        parts = [self._shards[shard].indptr[first : first + n + 1] for shard, first, n in runs.tolist()]
         borders = np.concatenate(parts, dtype=np.int64)
         between = np.ones(len(borders) - 1, bool)
-        between[np.cumsum(runs.n + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
-        return np.diff(borders)[between][order]
+        between[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
+        return np.diff(borders)[between]
 
     def _windows(self, epoch: int, before: np.ndarray) -> Iterator[StreamWindow]:
         """Window w of all own lanes, then w + 1, from cell `before` of each lane on."""
@@ -269,30 +248,26 @@ class Prefetch:
 
     def _window(self, order: Epoch, lanes: list[int], window: int) -> StreamWindow:
         """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
-        runs = [order.window_runs(lane, window) for lane in lanes]
+        borders = np.array([order.borders[lane][window : window + 2] for lane in lanes])
+        sizes = np.diff(borders)[:, 0]
+        runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
         shuffled = [order.window_order(lane, window) for lane in lanes]
-        in_lane = [np.arange(*order.borders[lane][window : window + 2]) for lane in lanes]
-        steps = np.concatenate([self._layout.steps_of(lane, of_lane) for lane, of_lane in zip(lanes, in_lane)])
+        in_runs = np.concatenate(shuffled) + np.repeat(np.cumsum(sizes) - sizes, sizes)
+        steps = np.concatenate([self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)])
         by_step = np.argsort(steps, kind="stable")
-        steps = steps[by_step]
-        lengths = np.concatenate([self._lengths(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
-        cells = np.concatenate([self._cells(*of_lane) for of_lane in zip(runs, shuffled)])[by_step]
+        steps, in_runs = steps[by_step], in_runs[by_step]
+        position = np.empty_like(in_runs)
+        position[in_runs] = np.arange(len(in_runs))
+        shard, first, n = runs.T
+        ids = np.arange(len(in_runs)) + np.repeat(self._first_cell[shard] + first - (np.cumsum(n) - n), n)
+        lengths = self._lengths(runs)[in_runs]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         starts = np.concatenate([[0], np.cumsum(kept)])
-        position, in_file_order = np.empty_like(by_step), np.empty_like(by_step)
-        position[by_step] = np.arange(len(by_step))
-        first = np.concatenate([[0], np.cumsum([len(of_lane) for of_lane in shuffled])])
-        in_file_order[np.concatenate([of_lane + begin for of_lane, begin in zip(shuffled, first)])] = position
-        lane_of = np.repeat(lanes, np.diff(first))[by_step]
-        of_cells = WindowCells(lane_of, cells, lengths, starts, np.empty(0, np.int32), None)
-        borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
+        lane_of = np.repeat(lanes, sizes)[by_step]
+        cells = WindowCells(lane_of, ids[in_runs], lengths, starts, np.empty(0, np.int32), None)
+        of_steps = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
         first_step = order.epoch * self._layout.steps_per_epoch + int(steps[0])
-        spans = [span for of_lane in runs for span in _spans(of_lane)]
-        return StreamWindow(of_cells, first_step, borders, spans, in_file_order)
-
-    def _cells(self, runs: Runs, order: np.ndarray) -> np.ndarray:
-        """Ids of the cells of `runs`, in that order."""
-        return np.concatenate([np.arange(n) + (self._first_cell[at] + first) for at, first, n in _spans(runs)])[order]
+        return StreamWindow(cells, first_step, of_steps, runs, position)
 
 
 class LaneLengths:
@@ -345,10 +320,8 @@ class LaneLengths:
         return len(lengths)
 
     def _widen(self, cells: int) -> None:
-        if cells > self._kept.shape[1]:
-            wider = np.zeros((len(self._kept), cells), np.int32)
-            wider[:, : self._kept.shape[1]] = self._kept
-            self._kept = wider
+        if (more := cells - self._kept.shape[1]) > 0:
+            self._kept = np.pad(self._kept, ((0, 0), (0, more)))
 
 
 class _ReadAhead:
@@ -403,17 +376,14 @@ class _ReadAhead:
         buffer, total = self._free.pop() if self._free else Buffer(), int(window.cells.starts[-1])
         counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
         cells = replace(window.cells, genes=buffer.array("genes", total, np.int32), counts=counts)
-        run_starts = np.cumsum([0, *(n for _, _, n in window.spans)]).tolist()
-        runs = [(self._shards[shard], first, at, n) for (shard, first, n), at in zip(window.spans, run_starts)]
+        n = window.runs[:, 2]
+        rows = np.column_stack([window.runs, np.cumsum(n) - n]).tolist()
+        runs = [(self._shards[shard], first, n, at) for shard, first, n, at in rows]
         reads, per_task = _Reads(cells, window.position), -(-len(runs) // _TASKS)
         parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
         tasks = [self._pool.submit(reads.read, part) for part in parts]
         self._started.append((replace(window, cells=cells), tasks, buffer))
         return True
-
-
-def _spans(runs: Runs) -> list[tuple[int, int, int]]:
-    return list(zip(runs.shard.tolist(), runs.first.tolist(), runs.n.tolist()))
 
 
 def _window_of(cell: int, borders: np.ndarray) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -27,31 +26,28 @@ from cellmill.data.shards.index import places, splitmix64
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
 
-WHOLE = 2**31 - 1  # above the genes of any cell
 _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
+Tokenized = tuple[np.ndarray, np.ndarray]  # token ids, int32, and values, (tokens,) each
+_FIRST_ID = np.int32(len(SPECIAL))
+TABLE = 64  # counts that are looked up: those below
+_MANY = 1 << 15  # tokens of a batch from which loops are faster
+_WORTH = 1 << 22  # tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
+_made = 0
+_MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
 
 
-@dataclass(frozen=True)
-class TokenNumbers:
-    """Tokens of cells, (cells,) int64 each."""
+def token_numbers(tokens: Tokens, detected: np.ndarray, n_genes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of tokens, (cells,) int64 each, of cells with `detected` genes of `n_genes`: with counts and without.
 
-    detected: np.ndarray
-    zeros: np.ndarray  # of genes without counts
-
-    @property
-    def all(self) -> np.ndarray:
-        return self.detected + self.zeros
-
-
-def token_numbers(tokens: Tokens, detected: np.ndarray, n_genes: int) -> TokenNumbers:
-    """Return numbers of tokens of cells with `detected` genes of `n_genes`: `zero_frac` of them have no counts."""
+    `zero_frac` of them have none.
+    """
     share = tokens.zero_frac
     most = max(1, int(tokens.max_tokens * (1 - share))) if share else tokens.max_tokens
     kept = np.minimum(detected, most)
     if not share:
-        return TokenNumbers(kept, np.zeros_like(kept))
+        return kept, np.zeros_like(kept)
     zeros = np.floor(kept * share / (1 - share)).astype(kept.dtype)
-    return TokenNumbers(kept, np.minimum(zeros, np.minimum(n_genes - detected, tokens.max_tokens - kept)))
+    return kept, np.minimum(zeros, np.minimum(n_genes - detected, tokens.max_tokens - kept))
 
 
 class CellTokenizer:
@@ -69,7 +65,7 @@ class CellTokenizer:
         self._variability = variability
         self._tokens, self._n_genes, self._seed = tokens, n_genes, seed
         self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
-        given = tokens.model_copy(update={"max_tokens": WHOLE}) if self._chooses else tokens
+        given = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
         self._tokenizer: Tokenizer = given.load()(given)
         self.dtype = self._tokenizer.dtype
 
@@ -80,7 +76,8 @@ class CellTokenizer:
 
     def numbers(self, detected: np.ndarray) -> np.ndarray:
         """(cells,) int64: tokens of cells with `detected` genes."""
-        return token_numbers(self._tokens, detected, self._n_genes).all
+        kept, zeros = token_numbers(self._tokens, detected, self._n_genes)
+        return kept + zeros
 
     def batch(
         self,
@@ -96,13 +93,17 @@ class CellTokenizer:
             max_counted = self._tokens.max_tokens if counted else None
             return tokenized(self._tokenizer, genes, counts, starts, cells, max_counted)
         ids, values, _ = self._tokenizer.tokenize(genes, counts, starts)
-        keys = self._cell_keys(genes, counts, starts, epoch)
-        numbers = token_numbers(self._tokens, np.diff(starts), self._n_genes)
-        kept = self._kept(genes, starts, numbers.detected, keys)
-        zeros = _absent(genes, starts, numbers.zeros, keys, self._n_genes)
-        ends = np.concatenate([[0], np.cumsum(numbers.all)])
+        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
+        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(pairs, dtype=np.uint64)])
+        run = splitmix64(splitmix64(np.array([self._seed], np.uint64)) ^ np.uint64(epoch))
+        # keys of the draws of each cell, by its genes and counts in any order
+        keys = splitmix64((total[starts[1:]] - total[starts[:-1]]) ^ run)
+        n_kept, n_zeros = token_numbers(self._tokens, np.diff(starts), self._n_genes)
+        kept = self._kept(genes, starts, n_kept, keys)
+        zeros = _absent(genes, starts, n_zeros, keys, self._n_genes)
+        ends = np.concatenate([[0], np.cumsum(n_kept + n_zeros)])
         # of each cell the tokens with counts stand first, then those without
-        is_zero = places(ends) >= np.repeat(numbers.detected, numbers.all)
+        is_zero = places(ends) >= np.repeat(n_kept, n_kept + n_zeros)
 
         def tokens_of(detected: np.ndarray, absent: Any, dtype: Any) -> np.ndarray:
             made = np.empty(len(is_zero), dtype)
@@ -113,13 +114,6 @@ class CellTokenizer:
         of_count = tokens_of(counts, 0, np.int64) if counted else None
         of_gene = tokens_of(ids, zeros + len(SPECIAL), np.int32)
         return Batch(of_gene, of_value.astype(self.dtype), ends.astype(np.int32), cells, of_count)
-
-    def _cell_keys(self, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray, epoch: int) -> np.ndarray:
-        """(cells,) uint64: keys of the draws of each cell, by its genes and counts in any order."""
-        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
-        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(pairs, dtype=np.uint64)])
-        run = splitmix64(splitmix64(np.array([self._seed], np.uint64)) ^ np.uint64(epoch))
-        return splitmix64((total[starts[1:]] - total[starts[:-1]]) ^ run)
 
     def _kept(self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Indices of the kept ones of `genes`, in their order: the first of each cell, random or variable ones."""
@@ -151,9 +145,6 @@ def _absent(genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarr
     return np.concatenate(drawn)
 
 
-Tokenized = tuple[np.ndarray, np.ndarray]  # token ids, int32, and values, (tokens,) each
-
-
 class FirstGenes:
     """Tokens of the first `max_tokens` genes of each cell."""
 
@@ -175,13 +166,6 @@ class FirstGenes:
         raise NotImplementedError
 
 
-_FIRST_ID = np.int32(len(SPECIAL))
-TABLE = 64  # counts that are looked up: those below
-_MANY = 1 << 15  # tokens of a batch from which loops are faster
-_WORTH = 1 << 22  # tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
-_made = 0
-
-
 def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
     """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at `starts`."""
     global _made
@@ -190,36 +174,23 @@ def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np
     known = counts.dtype in (np.uint16, np.uint32) and genes.dtype == np.int32 and starts.dtype == np.int64
     compiling = _compiling() if n >= _MANY and _made >= _WORTH and plain and known else None
     loops = compiling.result() if compiling is not None and compiling.done() else None
-    return by_numpy(kept, genes, counts, starts) if loops is None else by_loops(loops, kept, genes, counts, starts)
-
-
-def by_numpy(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
-    """As `log_tokens`, for `counts` of any integer type."""
-    values = kept.copy(counts, np.float32)
-    values *= np.repeat(scale_of_totals(row_sums(counts, starts), np.float32), kept.lengths)
-    return kept.token_ids(genes), np.log1p(values, out=values)
-
-
-def by_loops(loops: Loops, kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
-    """As `log_tokens`, for int32 `genes`, uint16 or uint32 `counts` and int64 `starts`."""
+    if loops is None:
+        values = kept.copy(counts, np.float32)
+        values *= np.repeat(scale_of_totals(row_sums(counts, starts), np.float32), kept.lengths)
+        return kept.token_ids(genes), np.log1p(values, out=values)
+    sum_cells, fill = loops
     totals = np.empty(len(starts) - 1, np.int64)
-    loops.sum_cells(counts, starts, totals)
+    sum_cells(counts, starts, totals)
     scale = scale_of_totals(totals, np.float32)
     table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
     np.log1p(table, out=table)
-    n_tokens = kept.cu_seqlens[-1]
-    ids, values, large = (recycled_empty(n_tokens, dtype) for dtype in (np.int32, np.float32, np.int32))
-    large = large[: loops.fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
+    ids, values, large = (recycled_empty(n, dtype) for dtype in (np.int32, np.float32, np.int32))
+    large = large[: fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
     values[large] = np.log1p(values[large])
     return ids, values
 
 
-@dataclass(frozen=True)
-class Loops:
-    """Loops over the counts of cells."""
-
-    sum_cells: Callable[..., None]
-    fill: Callable[..., int]
+Loops = tuple[Callable[..., None], Callable[..., int]]  # `_sum_cells` and `_fill`, compiled
 
 
 def compile_loops() -> Loops | None:
@@ -232,7 +203,7 @@ def compile_loops() -> Loops | None:
     sums = [f"void({counts}, int64[::1], int64[::1])" for counts in types]
     arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], int32[::1], float32[::1], int32[::1]"
     fills = [f"int64(int32[::1], {counts}, {arrays})" for counts in types]
-    return Loops(njit(sums, nogil=True)(_sum_cells), njit(fills, nogil=True)(_fill))
+    return njit(sums, nogil=True)(_sum_cells), njit(fills, nogil=True)(_fill)
 
 
 @cache
@@ -273,17 +244,20 @@ def _fill(
     return n_large
 
 
-_MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
-
-
 class BinnedTokenizer(FirstGenes):
-    """Values are bins from 1, int32."""
+    """Values are bins from 1, int32, of counts in a cell or of log(1 + counts per 10,000)."""
 
     dtype, needs_counts = np.dtype(np.int32), True
 
     def __init__(self, options: BinnedTokens) -> None:
         super().__init__(options)
-        self._edges = shared_edges(options)
+        self._edges: np.ndarray | None = None  # inner edges, `(bins - 1,)`, unless each cell has its own
+        if options.binning == "uniform":
+            self._edges = np.linspace(0, options.max_value, options.bins + 1)[1:-1]
+        elif options.binning == "quantile_corpus":
+            if options.edges is None:
+                raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
+            self._edges = np.array(options.edges)
 
     def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
         if self._edges is None:
@@ -291,20 +265,6 @@ class BinnedTokenizer(FirstGenes):
         ids, values = log_tokens(kept, genes, counts, starts)
         # a value at an edge is in the bin above it
         return ids, (1 + np.searchsorted(self._edges, values, side="right")).astype(np.int32)
-
-
-def shared_edges(options: BinnedTokens) -> np.ndarray | None:
-    """Inner edges, `(bins - 1,)`, of bins of log(1 + counts per 10,000); None where each cell has its own.
-
-    Raises ConfigError where they are not fitted.
-    """
-    if options.binning == "quantile_cell":
-        return None
-    if options.binning == "uniform":
-        return np.linspace(0, options.max_value, options.bins + 1)[1:-1]
-    if options.edges is None:
-        raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
-    return np.array(options.edges)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:

@@ -11,7 +11,7 @@ of the label in the order of the corpus; a run that starts from another one take
 the global batch (`train.batch_rows`); its predictions have neither scale nor offset, and are judged by r alone.
 
 `distill`: the mean squared error of a linear layer over the columns of the teacher's vector, which are standardised
-(`data.shards.teacher`): 1 for the mean of the cells, and over all of them the share of the teacher's variance that is
+(`data.shards.index`): 1 for the mean of the cells, and over all of them the share of the teacher's variance that is
 not explained. Regression on hidden features of a teacher through a learned layer is the hint of FitNets (Romero et al.
 2015, equation 3). Beside an objective that draws a view, the model sees a part of each cell, of which the teacher saw
 all. Cells of `evaluate` have no vector: the embedding is judged by its tasks.
