@@ -120,7 +120,9 @@ def unequal_options(before: Mapping[str, Any], now: Mapping[str, Any], parent: P
     model, new_model = (FamilyConfig.model_validate(sections["model"]) for sections in (before, now))
     tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
     bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
-    compared = [(f"model.{key}", model, new_model, key) for key in ("family", *new_model.weight_keys)]
+    compared: list[tuple[str, Section, Section, str]] = [
+        (f"model.{key}", model, new_model, key) for key in ("family", *new_model.weight_keys)
+    ]
     compared += [(f"tokens.{key}", tokens, new_tokens, key) for key in ("tokenizer", *bins, *model.token_keys)]
     return {
         option: f"{option} is {new!r}, the model to start from ({parent}) has {old!r}; make them equal"
