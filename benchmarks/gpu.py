@@ -38,8 +38,8 @@ from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.models.attention import attention
 from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.blocks import attention
 from cellmill.models.build import ModelSpec, build
 from cellmill.parallel import apply as compile_module
 from cellmill.parallel.apply import compile_blocks

@@ -27,7 +27,7 @@ from cellmill.errors import UserError
 from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
-from cellmill.parallel import apply, chunked_loss, likelihoods
+from cellmill.parallel import apply, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
 from cellmill.parallel.mesh import build_mesh, gather_json, local_of
 from cellmill.parallel.pipeline import PipelineModel
@@ -180,13 +180,13 @@ def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> di
     made, lines = trainer(corpus, options, folder, steps)
     model = made.parallel_model
     assert isinstance(model, PipelineModel)
-    new, use = model.schedules._make, model.schedules.of
+    new, use = model.new_schedule, model.schedule_of
     built: list[tuple[int, int]] = []
     used: list[tuple[int, int]] = []
-    model.schedules._make = lambda *key: built.append(key) or new(*key)  # type: ignore[func-returns-value]
-    model.schedules.of = lambda *key: used.append(key) or use(*key)  # type: ignore[method-assign, func-returns-value]
+    model.new_schedule = lambda *key: built.append(key) or new(*key)  # type: ignore[method-assign, func-returns-value]
+    model.schedule_of = lambda *key: used.append(key) or use(*key)  # type: ignore[method-assign, func-returns-value]
     made.run()
-    with_buffers = sum(next(kept._received(), None) is not None for kept in model.schedules._made.values())
+    with_buffers = sum(next(kept.received(), None) is not None for kept in model.schedules.values())
     made.close()
     return {"curve": losses_and_norms(lines), "built": built, "used": used, "with_buffers": with_buffers}
 
@@ -240,15 +240,15 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     """The summed loss over a table sharded over all ranks, and the full gradients of twice the loss."""
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows, kept = -(-len(table) // mesh.size()), chunked_loss.ELEMENTS["cpu"]
+    rows, kept = -(-len(table) // mesh.size()), likelihoods.ELEMENTS["cpu"]
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
-    chunked_loss.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
+    likelihoods.ELEMENTS["cpu"] = 2 * rows  # two or three targets at once
     try:
         loss = likelihoods.token_loss(states + embed_tokens(tokens, cut)[:7], cut, bias, answers)
     finally:
-        chunked_loss.ELEMENTS["cpu"] = kept
+        likelihoods.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
 

@@ -62,7 +62,7 @@ class _Counting:
         return tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("keys", "get_shape"):
+        if name not in ("keys", "get_shape", "get_dtype"):
             raise AssertionError(f"{name} was not expected to be read")
         return getattr(self.real, name)
 

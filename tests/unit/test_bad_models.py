@@ -116,6 +116,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "an unknown type": lambda path: lying_header(path, dtype="F128"),
     "a long header": lambda path: path.write_bytes(struct.pack("<Q", 2**60) + path.read_bytes()[8:]),
     "a deep header": lambda path: path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000),
+    "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "half precision": lambda path: changed_tensor(path, torch.Tensor.half),
     "double precision": lambda path: changed_tensor(path, torch.Tensor.double),
     "whole numbers": lambda path: changed_tensor(path, torch.Tensor.int),

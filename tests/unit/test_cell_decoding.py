@@ -1,7 +1,6 @@
 """cell_decoding, its likelihoods and denoise: losses written out, and what hidden expression may reach."""
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.parallel import chunked_loss
-from cellmill.parallel.likelihoods import nb_loss, profile_loss
+from cellmill.parallel import likelihoods
+from cellmill.parallel.likelihoods import profile_loss
 from tests.checks import check_gradients
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 
@@ -57,25 +56,6 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(family: str, decoder_hi
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert int(prepared.n_targets) == len(targets)
     check_gradients(model, loss, expected)
-
-
-@pytest.mark.parametrize("elements", [1, 62 * 3, 1 << 22])
-def test_profile_loss_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", elements)
-    generator = torch.Generator().manual_seed(0)
-    states, table = torch.randn(7, 5, generator=generator), torch.randn(62, 5, generator=generator)
-    bias, entries = torch.randn(62, generator=generator), [3, 1, 0, 2, 4, 1, 1]
-    genes = torch.tensor([5, 60, 7, 61, 0, 3, 9, 8, 5, 4, 11, 12])
-    weights = torch.cat([torch.full((n,), 1 / n) for n in entries if n])
-    dense = torch.zeros(7, 62).index_put((torch.repeat_interleave(torch.tensor(entries)), genes), weights)
-    inputs = [x.requires_grad_() for x in (states, table, bias)]
-    expected = torch.autograd.grad(F.cross_entropy(states @ table.T + bias, dense, reduction="sum"), inputs)
-    chosen = [0, 1, 3, 4, 5, 6]  # each target has at least one entry
-    own = [entries[i] for i in chosen]
-    starts = torch.tensor([0, *accumulate(own)])
-    loss = profile_loss(states[chosen], table, bias, own, starts, genes, weights)
-    for own, reference in zip(torch.autograd.grad(loss, inputs), expected):
-        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_are_log_counts_or_counts() -> None:
@@ -131,30 +111,33 @@ ENTRIES = [3, 1, 40, 7, 12]
 STARTS = torch.tensor([0, 3, 4, 44, 51, 63])
 
 
-def _numbers() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """States, table, bias and dispersion; genes and counts."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((len(ENTRIES), HIDDEN), (ROWS, HIDDEN), (ROWS,), (ROWS,))
-    numbers = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    genes = torch.cat([torch.randperm(ROWS, generator=generator)[:n] for n in ENTRIES])
-    return numbers, genes, torch.randint(1, 60, (len(genes),), generator=generator).float()
-
-
-def _torchs(numbers: list[torch.Tensor], genes: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    states, table, bias, dispersion = (x.double() for x in numbers)
+def _torchs(numbers: list[torch.Tensor], genes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    states, table, bias, *dispersion = (x.double() for x in numbers)
     cell = torch.repeat_interleave(torch.tensor(ENTRIES))
-    dense = torch.zeros(len(ENTRIES), ROWS, dtype=torch.float64).index_put((cell, genes), counts.double())
-    mean = dense.sum(1, keepdim=True) * (states @ table.T + bias).softmax(1)
-    inverse = dispersion.exp()
+    dense = torch.zeros(len(ENTRIES), ROWS, dtype=torch.float64).index_put((cell, genes), weights.double())
+    logits = states @ table.T + bias
+    if not dispersion:
+        return F.cross_entropy(logits, dense, reduction="sum")
+    mean, inverse = dense.sum(1, keepdim=True) * logits.softmax(1), dispersion[0].exp()
     likelihood = NegativeBinomial(total_count=inverse, logits=mean.log() - inverse.log()).log_prob(dense)
     return -(likelihood.sum(1) / dense.sum(1)).sum()
 
 
+@pytest.mark.parametrize("likelihood", ["softmax", "nb"])
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_loss_and_gradients_are_torchs_whatever_the_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", chunk * ROWS)
-    numbers, genes, counts = _numbers()
-    found, expected = nb_loss(*numbers, ENTRIES, STARTS, genes, counts), _torchs(numbers, genes, counts)
+def test_loss_and_gradients_are_torchs_whatever_the_chunk(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, likelihood: str
+) -> None:
+    monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", chunk * ROWS)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((len(ENTRIES), HIDDEN), (ROWS, HIDDEN), (ROWS,), (ROWS,))[: 4 if likelihood == "nb" else 3]
+    numbers = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    genes = torch.cat([torch.randperm(ROWS, generator=generator)[:n] for n in ENTRIES])
+    weights = torch.randint(1, 60, (len(genes),), generator=generator).float()
+    if likelihood == "softmax":
+        weights = torch.cat([part / part.sum() for part in weights.split(ENTRIES)])
+    found = profile_loss(*numbers[:3], ENTRIES, STARTS, genes, weights, *numbers[3:])
+    expected = _torchs(numbers, genes, weights)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     for own, reference in zip(torch.autograd.grad(2 * found, numbers), torch.autograd.grad(2 * expected, numbers)):
         torch.testing.assert_close(own, reference, atol=1e-5, rtol=1e-5)
@@ -165,8 +148,9 @@ def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     prepared, view = prepare(model, batch), model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
     vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells])
-    numbers = [vectors, model.profile_genes.weight, model.profile_bias, model.profile_dispersion]
-    expected = nb_loss(*numbers, prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float())
+    numbers = [vectors, model.profile_genes.weight, model.profile_bias]
+    hidden = prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float()
+    expected = profile_loss(*numbers, *hidden, model.profile_dispersion)
     assert torch.equal(model(prepared), expected)
     assert "profile_dispersion" in model.gene_rows & set(model.plan.finish)
 

@@ -16,11 +16,8 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def test_the_reference_gives_the_published_first_number() -> None:
-    assert _splitmix64(0) == 0xE220A8397B1DCDAF
-
-
 def test_bits_are_splitmix64_folded_over_the_keys() -> None:
+    assert _splitmix64(0) == 0xE220A8397B1DCDAF, "the published first number"
     keys = [0, 1, 2**31, 2**63 - 1, -1, -(2**63)]
     found = keyed_bits(torch.tensor(keys), 7, -1).tolist()
     expected = [_splitmix64(_splitmix64(_splitmix64(key & WORD) ^ 7) ^ WORD) >> 1 for key in keys]
@@ -28,27 +25,9 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
     assert (host_state(np.array(keys), 7, -1) >> np.uint64(1)).tolist() == expected
 
 
-def test_keys_broadcast_and_each_changes_the_bits() -> None:
-    rows, columns = torch.arange(4)[:, None], torch.arange(5)[None, :]
-    grid = keyed_bits(rows, 3, columns)
-    assert grid.shape == (4, 5)
-    assert grid.unique().numel() == 20
-    assert grid[2, 4] == keyed_bits(torch.tensor(2), 3, 4)
-    assert not torch.equal(grid, keyed_bits(rows, 4, columns))
-    assert grid[1, 2] != grid[2, 1]
-
-
 def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
     cells, cell, place = torch.tensor([2**40, -3, 9]), torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
     assert torch.equal(keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3))
-
-
-def test_bits_are_uniform() -> None:
-    draws = keyed_bits(torch.arange(200_000), 5).numpy() / 2.0**63
-    counts, _ = np.histogram(draws, bins=100, range=(0, 1))
-    chi_squared = ((counts - 2000) ** 2 / 2000).sum()
-    assert 55 < chi_squared < 160  # 99 degrees of freedom; fails by chance once in 10,000 seeds, and this one is fixed
-    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.01
 
 
 def test_a_share_of_the_bits_lies_below_the_threshold() -> None:

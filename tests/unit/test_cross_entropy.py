@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cellmill.parallel import chunked_loss
+from cellmill.parallel import likelihoods
 from cellmill.parallel.likelihoods import token_loss
 
 TARGETS, ROWS, HIDDEN = 23, 50, 8
@@ -28,7 +28,7 @@ def _torchs(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answe
 @pytest.fixture(params=[1, 7, 23, 100])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Targets of a chunk: one, several with a remainder, all, more than there are."""
-    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", request.param * ROWS)
+    monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", request.param * ROWS)
     return int(request.param)
 
 
@@ -85,7 +85,7 @@ def test_without_gradients_the_loss_is_the_same_and_none_are_made() -> None:
 
 
 def test_no_tensor_as_large_as_all_logits_is_allocated_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunked_loss.ELEMENTS, "cpu", 4 * ROWS)
+    monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", 4 * ROWS)
     kept: list[int] = []
     numbers = _numbers()
     with (

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.models import attention
+from cellmill.models import blocks
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
@@ -134,8 +134,8 @@ def test_a_list_that_is_copied_to_the_device_is_found() -> None:
 
 
 def test_attention_on_cuda_reads_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr(blocks, "_has_flash", lambda device: True)
     with FakeTensorMode(), torch.no_grad(), OnDevice(), Lists():
         q = torch.empty(10, 2, 16, dtype=torch.bfloat16, device="cuda")
         cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
-        assert attention.attention(q, q, q, cu_seqlens, [4, 6]).device.type == "cuda"
+        assert blocks.attention(q, q, q, cu_seqlens, [4, 6]).device.type == "cuda"

@@ -148,46 +148,31 @@ def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(sha
         fitted(options(), tmp_path, shards)
 
 
-def _cut(folder: Path) -> None:
-    path = folder / "vectors.npy"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _changed(folder: Path) -> None:
-    path = folder / "vectors.npy"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-
-def _emptied(folder: Path) -> None:
-    (folder / "vectors.json").write_text("{}")
-
-
-def _of_others(folder: Path) -> None:
-    about = json.loads((folder / "vectors.json").read_text())
-    (folder / "vectors.json").write_text(json.dumps(about | {"shards": "0123456789abcdef"}))
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut": (_cut, "OUT/vectors.npy: damaged: "),
-    "changed": (_changed, "OUT/vectors.npy: expected sha256 DIGEST, got"),
-    "gone": (lambda folder: (folder / "vectors.npy").unlink(), "OUT/vectors.npy: no such file"),
-    "no description": (lambda folder: (folder / "vectors.json").unlink(), "OUT/vectors.json: no such file"),
-    "another description": (_emptied, "OUT/vectors.json: width: is missing"),
-    "other shards": (_of_others, "OUT/vectors.json: expected vectors of shards SHARDS, got of 0123456789ab; run t"),
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "cut": ("vectors.npy", lambda whole: whole[:-1], "damaged: "),
+    "changed": ("vectors.npy", lambda whole: whole[:-1] + b"?", "expected sha256 DIGEST, got"),
+    "gone": ("vectors.npy", None, "no such file"),
+    "no description": ("vectors.json", None, "no such file"),
+    "another description": ("vectors.json", lambda whole: b"{}", "width: is missing"),
+    "other shards": (
+        "vectors.json",
+        lambda whole: json.dumps(json.loads(whole) | {"shards": "0123456789abcdef"}).encode(),
+        "expected vectors of shards SHARDS, got of 0123456789ab; run t",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damaged_vectors_are_one_line(shards: Manifest, tmp_path: Path, case: str) -> None:
-    out, (damage, message) = tmp_path / "out", DAMAGE[case]
+    out, (name, change, message) = tmp_path / "out", DAMAGE[case]
     assert teach(shards, out, write_teacher(tmp_path / "teacher", np.eye(60, 2, dtype=np.float32))) == 0
-    known = {"OUT": str(out), "SHARDS": shards.fingerprint[:12], "DIGEST": open_vectors(out, shards)[0].sha256[:12]}
-    for word, text in known.items():
-        message = message.replace(word, text)
-    damage(out)
+    message = message.replace("SHARDS", shards.fingerprint[:12])
+    message = message.replace("DIGEST", open_vectors(out, shards)[0].sha256[:12])
+    path = out / name
+    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError) as raised:
         open_vectors(out, shards, verify=True)
-    assert str(raised.value).startswith(message)
+    assert str(raised.value).startswith(f"{path}: {message}")
 
 
 NAMES = [f"cell{i}" for i in range(60)]

@@ -111,15 +111,6 @@ def test_a_vocabulary_of_other_genes_or_medians_is_refused_with_both_digests(exp
         )
 
 
-@pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_a_truncated_file_is_refused(exported: Path, size: int) -> None:
-    path = exported / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    message = _error(exported)
-    assert message.startswith(f"{path}: damaged: ")
-    assert message.endswith(f"; {REMEDY}")
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

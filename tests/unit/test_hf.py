@@ -94,13 +94,17 @@ def padded_ids(hidden: set[tuple[int, int]] = frozenset()) -> torch.Tensor:  # t
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=ESM.index("<pad>"))
 
 
-def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
-    network, ids = made({"path": str(folder)}), padded_ids()
-    theirs = transformers.EsmModel.from_pretrained(folder).eval()
+def check_vectors(network: Any, theirs: Any) -> None:
+    """The vectors of our model are the means of transformers' states."""
+    ids = padded_ids()
     with torch.inference_mode():
-        states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
+        states = theirs.eval()(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
         expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
+    check_vectors(made({"path": str(folder)}), transformers.EsmModel.from_pretrained(folder))
 
 
 def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder: Path, tmp_path: Path) -> None:
@@ -108,12 +112,7 @@ def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder:
     model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene", "path": str(folder)}
     exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
     assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(tmp_path / "out")]) == 0
-    network, ids = load_model(exported)[0], padded_ids()
-    theirs = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
-    with torch.inference_mode():
-        states = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
-        expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
-        torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
+    check_vectors(load_model(exported)[0], transformers.AutoModel.from_pretrained(tmp_path / "out"))
     weights = (exported / "model.safetensors").read_bytes()
     assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(exported)]) == 2
     assert (exported / "model.safetensors").read_bytes() == weights  # the model's own file has that name too

@@ -25,7 +25,7 @@ from cellmill.data.shards.obs import numbers_in
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch import tokenized
 from cellmill.errors import ConfigError
-from cellmill.evaluate.predict import STEPS, calibrate, calibration_error, classifications_of, fit_temperature, run_head
+from cellmill.evaluate.predict import STEPS, calibrate, classifications_of, fit_temperature, run_head
 from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, write_tensors
@@ -76,7 +76,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
         torch.testing.assert_close(model(prepared), loss)
     labels, observed = model.objective.observe(model, prepared)
     torch.testing.assert_close(
-        torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.logits)), observed
+        torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.predict)), observed
     )
     figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)  # type: ignore[arg-type]
     assert figures["cross_entropy"] == pytest.approx(F.cross_entropy(logits, expected).item(), rel=1e-5)
@@ -263,11 +263,6 @@ def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> 
     found = calibrate(logits, labels)
     assert found.temperature == 1
     assert found.calibration_error == found.calibration_error_uncalibrated
-
-
-def test_the_calibration_error_is_the_mean_gap_of_bins() -> None:
-    highest, right = np.array([0.55, 0.59, 0.95, 0.99]), np.array([1.0, 0.0, 1.0, 1.0])
-    assert calibration_error(highest, right) == pytest.approx((abs(1.14 - 1) + abs(1.94 - 2)) / 4)
 
 
 def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_refused(tmp_path: Path) -> None:

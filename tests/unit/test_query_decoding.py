@@ -10,7 +10,7 @@ import torch
 from cellmill.config.load import check_config
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, split_batch
+from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.objective import GeneStatistics
@@ -89,21 +89,6 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
     assert sums[1] == pytest.approx(400 * 0.4 * (N_GENES - 30))
 
 
-def test_a_view_does_not_depend_on_the_batch_and_changes_with_the_step() -> None:
-    whole = _cells((20, 31, 14, 25))
-    view = _view(to_tensors(whole))
-    at = 0
-    for part in split_batch(whole, 52):
-        alone = _view(to_tensors(part))
-        for cell in range(len(part.cells)):
-            for field in ("query_genes", "query_values", "query_weights"):
-                mine, other = (getattr(v, field)[v.query_cell == n] for v, n in ((alone, cell), (view, at)))
-                assert torch.equal(mine, other)
-            at += 1
-    assert at == 4
-    assert not torch.equal(_view(to_tensors(whole), step=5).genes, view.genes)
-
-
 @EVERY_FAMILY
 def test_hidden_genes_do_not_reach_the_cell_vector(family: str) -> None:
     model, batch = _model(family), to_tensors(_cells())
@@ -131,29 +116,6 @@ def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_one
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
     assert int(prepared.n_targets) == len(view.query_cell) > 50
     assert prepared.query_weights.max() > 1.2
-
-
-def test_an_answer_depends_on_its_gene_and_cell_alone() -> None:
-    model = _model("autoencoder").eval()
-    prepared = prepare(model, to_tensors(_cells()))
-    with torch.no_grad():
-        states = model.states(prepared)
-        values = model.objective.answers(model, states, prepared)
-        few = replace(prepared, query_cell=prepared.query_cell[5:8], query_genes=prepared.query_genes[5:8])
-        alone = model.objective.answers(model, states, few)
-        torch.testing.assert_close(alone, values[5:8], rtol=1e-5, atol=1e-5)
-        assert values.std() > 1e-4
-
-
-def test_the_bottleneck_is_the_embedding_of_either_objective() -> None:
-    batch = to_tensors(_cells())
-    for options in ({"objective": "query_decoding", "decoder_layers": 0}, {"objective": "cell_decoding"}):
-        for latent in (6, None):
-            model = build(spec(N_GENES, TOKENS, **FAMILIES["autoencoder"] | options | {"latent": latent}))
-            assert model.vector_width == (latent or 16)
-            model.to_empty(device="cpu")
-            assert model.embed(batch).shape == (len(batch.lengths), latent or 16)
-            assert model(prepare(model, batch)).shape == ()
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """sum: each part's loss is that of its objective alone, over its own targets; what one hides no other shows."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -75,17 +74,6 @@ def test_second_views_are_no_further_cells_of_other_parts() -> None:
     assert torch.equal(both.values[len(shown.genes) : len(second.genes)], second.values[len(shown.genes) :])
     assert both.value_hidden.nonzero().flatten().tolist() == one.parts[1].targets.tolist()
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
-
-
-def test_a_value_that_one_part_hides_reaches_no_state() -> None:
-    model, batch = _model(objective="sum", parts=PARTS), to_tensors(_cells())
-    view = model.view(batch, **KEYS)
-    targets = model.prepare(view, **KEYS).parts[1].targets
-    louder = replace(view, values=view.values.index_add(0, targets, torch.ones(len(targets))))
-    one, other = (model.prepare(given, **KEYS) for given in (view, louder))
-    assert not torch.equal(one.parts[1].answers, other.parts[1].answers)
-    for own in other.parts:
-        assert torch.equal(model.states(own), model.states(one))
 
 
 def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:

@@ -1,7 +1,6 @@
 """supervised_contrastive against the paper, and which labels a run's record and its card name."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives import contrastive
-from cellmill.models.objectives.contrastive import contrast
+from cellmill.models.objectives.labels import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
@@ -68,7 +66,7 @@ def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("anchors", [1, 4, 1024])
 def test_the_loss_is_that_of_the_paper_in_any_slots(anchors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contrastive, "ANCHORS", anchors)
+    monkeypatch.setattr("cellmill.models.objectives.labels.ANCHORS", anchors)
     z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(z, labels, 0.3)
@@ -103,21 +101,6 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
 
 
-@EVERY_FAMILY
-def test_cells_of_unknown_label_take_no_part(family: str) -> None:
-    model = _model(family)
-    batch = to_tensors(_cells((1, 2, 0, 1, 2, 0)))
-    louder = batch.values.clone()
-    for cell in (2, 5):
-        louder[batch.cu_seqlens[cell] : batch.cu_seqlens[cell + 1]] += 5
-    one, other = (prepare(model, given) for given in (batch, replace(batch, values=louder)))
-    assert one.target_cells.tolist() == [0, 1, 3, 4]
-    assert one.targets.tolist() == [0, 1, 0, 1]
-    assert torch.equal(model(one), model(other))
-    known = replace(batch, levels=torch.tensor([[1, 1], [1, 2], [1, 3], [1, 1], [1, 2], [1, 3]]))
-    assert not torch.allclose(model(prepare(model, known)), model(one))
-
-
 def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
     prepared = prepare(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
@@ -149,37 +132,6 @@ def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
     own = figures["supervised_contrastive"] - figures["supervised_contrastive_alike"]
     assert verdict.difference == pytest.approx(own)
     assert objective.judge(np.array([1]), z[:1].numpy(), train=train) == ({"n_targets": 1}, [])
-
-
-CONTRAST, DECODING = {"supervised_contrastive": {"label_column": "cell_type"}}, {"cell_decoding": {"view": "drop"}}
-
-
-@pytest.mark.parametrize(
-    ("parts", "low", "high"), [(CONTRAST, 0.5, 1.5), (CONTRAST | DECODING, 0.2, 1.5), (DECODING, -0.2, 0.1)]
-)
-def test_training_brings_cells_of_a_label_together(parts: dict[str, Any], low: float, high: float) -> None:
-    """Mean cosine within labels minus that between labels, of training cells without any signal of their label."""
-    model = _model("profile", objective="sum", parts=parts)
-    batch, optimizer = to_tensors(_cells((1, 2, 3) * 4)), torch.optim.Adam(model.parameters(), 1e-2)
-    assert abs(_separation(model, batch)) < 0.1
-    for step in range(40):
-        keys = {"seed": 0, "step": step}
-        optimizer.zero_grad()
-        model(model.prepare(model.view(batch, **keys), **keys)).sum().backward()
-        optimizer.step()
-    assert low < _separation(model, batch) < high
-
-
-def _separation(model: Any, batch: Any) -> float:
-    """Mean cosine of cells of one label minus that of cells of two labels."""
-    model.eval()
-    with torch.no_grad():
-        z = F.normalize(model.embed(batch), dim=1)
-    model.train()
-    assert batch.levels is not None
-    same = batch.levels[:, None, 1] == batch.levels[None, :, 1]
-    apart = ~torch.eye(len(z), dtype=torch.bool)
-    return float((z @ z.T)[same & apart].mean() - (z @ z.T)[~same].mean())
 
 
 def test_a_sum_is_supervised_by_the_labels_of_its_parts_and_its_batch_is_another_column() -> None:
@@ -230,20 +182,16 @@ def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any)
     return model_card(config | more, 5)
 
 
-def test_the_card_says_by_which_column_cells_were_weighted() -> None:
-    plain = card("profile", LABELLED, [])
-    weighted = card("profile", LABELLED, [], weighted_by="cell_type")
-    assert "| training data | fingerprint `b` |" in plain
-    assert "`b`; cells of rare values of obs column cell_type were read more often |" in weighted
-
-
-def test_the_card_says_which_labels_were_used() -> None:
+def test_the_card_says_which_labels_were_used_and_by_which_column_cells_were_weighted() -> None:
     supervised, plain = (card("profile", LABELLED, labels) for labels in (["cell_type"], []))
     assert "tags: [single-cell, transcriptomics, profile, supervised]" in supervised
     assert "| supervised | by labels of obs column cell_type |" in supervised
     assert "It is a supervised embedding of cell_type: it saw these labels in training." in supervised
     assert "| supervised | no: trained without labels |" in plain
     assert "profile, supervised]" not in plain
+    assert "| training data | fingerprint `b` |" in plain
+    weighted = card("profile", LABELLED, [], weighted_by="cell_type")
+    assert "`b`; cells of rare values of obs column cell_type were read more often |" in weighted
 
 
 def test_the_card_of_a_sum_has_the_options_of_its_parts() -> None:

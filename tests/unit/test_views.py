@@ -132,17 +132,6 @@ def test_the_target_may_be_the_whole_cell(view: str) -> None:
     assert torch.equal(drawn.genes, hidden.genes)
 
 
-@EVERY_VIEW
-def test_binned_values_are_made_again_from_the_shown_counts(view: str) -> None:
-    batch, bins = _batch(tokenizer="binned"), _tokens("binned")
-    drawn = _view(batch, view, tokenizer="binned")
-    shown = _whole(batch) - _hidden(drawn)
-    counts = torch.cat([shown[i][genes] for i, genes in enumerate(drawn.genes.split(drawn.lengths))]).numpy()
-    starts = np.concatenate([[0], np.cumsum(drawn.lengths)])
-    _, values, _ = bins.load()(bins).tokenize(drawn.genes.int().numpy() - 2, counts, starts)
-    assert drawn.values.tolist() == values.tolist()
-
-
 FEW_GENES, H = 60, 16
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 WEIGHTS = {"invariance_weight": 2.0, "variance_weight": 3.0, "covariance_weight": 0.5}
@@ -213,15 +202,6 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     )
     depth = hidden.sum(1, keepdim=True).clamp(min=1)
     torch.testing.assert_close(dense, (1e4 * hidden / depth).log1p(), rtol=1e-5, atol=1e-5)
-
-
-def test_without_shares_the_loss_is_the_cross_entropy_alone() -> None:
-    batch = to_tensors(_cells((20, 31, 1, 14)))
-    losses = []
-    for view_loss in (None, "vicreg"):
-        model = _model("encoder", view_loss=view_loss).eval()
-        losses.append(model(model.prepare(model.view(batch, **KEYS), **KEYS)))
-    torch.testing.assert_close(losses[1], losses[0])
 
 
 def test_the_plan_counts_both_parts_and_their_second_forward_pass() -> None:

@@ -12,7 +12,7 @@ from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
 from cellmill.data.shards.archive import archive_shards, restore_shards
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.models.published.geneformer import read_dictionaries
+from cellmill.models.published import read_dictionaries
 from cellmill.planner.work import corpus_cost
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from cellmill.errors import ConfigError, DataError
-from cellmill.models.published.geneformer import import_geneformer
-from cellmill.models.published.scgpt import import_scgpt
+from cellmill.models.published import import_geneformer, import_scgpt
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets, read_corpus, read_run
 
 READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}

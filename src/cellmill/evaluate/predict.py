@@ -122,7 +122,7 @@ def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Clas
 
 @torch.inference_mode()
 def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """Return the output of `head`, such as `Classification.logits`, (cells, ...) float32, from vectors of `embed`."""
+    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from vectors of `embed`."""
     device = next(model.parameters()).device
     parts = torch.from_numpy(vectors).split(CHUNK)
     return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
@@ -158,7 +158,7 @@ def calibration_of(
             labels.append(batch.levels[known, at].astype(np.int64) - 1)
     stream.close()
     found = np.concatenate(labels)
-    return calibrate(run_head(model, np.concatenate(vectors), objective.logits), found) if len(found) else None
+    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), found) if len(found) else None
 
 
 def uncalibrated(classifier: dict[str, Any]) -> str:
@@ -230,7 +230,7 @@ def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, sm
     predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
     for end, (objective, classifier) in classifiers_of(model, config).items():
         calibration, least = classifier["calibration"] or {}, smallest[end]
-        logits = run_head(model, embedding.vectors, objective.logits).astype(np.float64)
+        logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
         probabilities = softmax(logits / calibration.get("temperature", 1.0), axis=1).astype(np.float32)
         highest, names = probabilities.max(axis=1), list(classifier["labels"])
         categories = names if UNKNOWN in names or not least else [*names, UNKNOWN]

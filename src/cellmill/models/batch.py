@@ -69,20 +69,21 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
 
 def on_device(value: Any, device: torch.device) -> Any:
     """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not blocking."""
-    return value if device.type == "cpu" else _copied(value, device, {})
+    copies: dict[int, torch.Tensor] = {}
 
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                source = value.pin_memory() if device.type == "cuda" else value
+                copies[id(value)] = source.to(device, non_blocking=True)
+            return copies[id(value)]
+        if isinstance(value, tuple):
+            return tuple(copied(part) for part in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
+        return value
 
-def _copied(value: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in copies:
-            source = value.pin_memory() if device.type == "cuda" else value
-            copies[id(value)] = source.to(device, non_blocking=True)
-        return copies[id(value)]
-    if isinstance(value, tuple):
-        return tuple(_copied(part, device, copies) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _copied(getattr(value, f.name), device, copies) for f in fields(value)})
-    return value
+    return value if device.type == "cpu" else copied(value)
 
 
 def with_genes(batch: Batch) -> torch.Tensor:
@@ -95,14 +96,9 @@ def with_genes(batch: Batch) -> torch.Tensor:
 
 def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
-    counts = batch.cu_seqlens.diff().long()
-    cell = torch.repeat_interleave(counts, output_size=len(batch.genes))
-    return cell, places_of(batch, cell)
-
-
-def places_of(batch: Batch, cell: torch.Tensor) -> torch.Tensor:
-    """Return (tokens,) int64: a token's place in its cell, the cell of each token being `cell`, (tokens,) int64."""
-    return torch.arange(len(batch.genes), device=batch.genes.device) - batch.cu_seqlens[:-1].long()[cell]
+    n, starts = len(batch.genes), batch.cu_seqlens[:-1].long()
+    cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n)
+    return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +118,9 @@ class EncoderBatch(Batch):
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
         given = {name: getattr(batch, name) for name in shared} | {"keys": keys}
         given |= dict.fromkeys(("counts", "numbers", "teacher"))
-        hidden = own.get("value_hidden")
-        given["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool) if hidden is None else hidden
-        return cls(**given | {"value_known": ~given["value_hidden"]} | own)
+        if (hidden := own.get("value_hidden")) is None:
+            hidden = own["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool)
+        return cls(**given | {"value_known": ~hidden} | own)
 
     @cached_property
     def cell(self) -> torch.Tensor:
@@ -134,7 +130,8 @@ class EncoderBatch(Batch):
     @property
     def place(self) -> torch.Tensor:
         """(tokens,) int64: place of the token in its cell, from 0."""
-        return places_of(self, self.cell)
+        starts = self.cu_seqlens[:-1].long()
+        return torch.arange(len(self.genes), device=self.genes.device) - starts[self.cell]
 
     @cached_property
     def token_keys(self) -> torch.Tensor:

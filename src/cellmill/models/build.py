@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
@@ -14,7 +13,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 from cellmill.models.family import Model
 from cellmill.models.initial import initial_values
-from cellmill.parallel.materialize import plain_name
+from cellmill.parallel.materialize import WithoutCompiler, plain_name
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,10 @@ class ModelSpec:
         return cls(options.model, options.objective, options.tokens, n_genes, levels or {})
 
 
-class _NoValues(TorchFunctionMode):
-    """Skip `nn.init` for tensors on the meta device: `normal_` would import torch's compiler, for no value."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor: torch.Tensor = args[0] if args else given["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **given)
-
-
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
     """Return the whole model on the meta device, changed by `transform`. Raises ConfigError for impossible sizes."""
     try:
-        with torch.device("meta"), _NoValues():
+        with torch.device("meta"), WithoutCompiler():
             objective = spec.objective.load()(spec.objective, spec.tokens)
             objective.levels = spec.levels
             model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)

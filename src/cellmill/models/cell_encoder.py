@@ -1,9 +1,9 @@
 """Shared part of families that encode cells to vectors: states after the last norm, heads, pooling, covariate tokens.
 
-Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell; its embedding belongs to
-the cell's level. In a batch these tokens are `<pad>`, so objectives neither mask nor predict them, and `covariate_rows`
-holds their rows of the embedding. They are put before a *view*, which is padded afterwards, so layouts treat them like
-any tokens. In training some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
+Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell's view; its embedding
+belongs to the cell's level. In a batch these tokens are `<pad>`, so objectives neither mask nor predict them, and
+`covariate_rows` holds their rows of the embedding. In training some levels are replaced by the unknown one, so that
+cells of unknown level can be embedded.
 
 Legend: R rows of the residual stream (tokens, or cells), T tokens, C cells, K columns, H hidden.
 """
@@ -53,21 +53,18 @@ class CovariatePrefix:
     def before(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
         """Return `batch` with a token per column before each cell; `keys`, seed and step, draw unknown levels."""
         device, n_columns = batch.genes.device, len(self.columns)
-        rows = self._numbers(batch, keys) + torch.tensor(self.first_rows, device=device)
-        more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
-        at = (more.cu_seqlens[:-1, None].long() + torch.arange(n_columns, device=device)).flatten()
-        return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
-
-    def _numbers(self, batch: Batch, keys: tuple[int, int] | None) -> torch.Tensor:
-        """(C, K) int64: level of each cell in each column, 0 for unknown ones."""
+        place = torch.arange(n_columns, device=device)
         if batch.levels is None:
-            return batch.cells.new_zeros(len(batch.cells), len(self.columns))
-        numbers = batch.levels[:, self.columns]
-        if keys is None or not self.unknown_frac:
-            return numbers
-        place = torch.arange(len(self.columns), device=numbers.device)
-        drawn = keyed_bits(batch.cells[:, None], *keys, place, UNKNOWN)
-        return numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
+            numbers = batch.cells.new_zeros(len(batch.cells), n_columns)
+        else:
+            numbers = batch.levels[:, self.columns]  # (C, K) int64, 0 for unknown levels
+            if keys is not None and self.unknown_frac:
+                drawn = keyed_bits(batch.cells[:, None], *keys, place, UNKNOWN)
+                numbers = numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
+        rows = numbers + torch.tensor(self.first_rows, device=device)
+        more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
+        at = (more.cu_seqlens[:-1, None].long() + place).flatten()
+        return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
 
 
 def mean_state(states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,17 +80,6 @@ def mean_state(states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tens
 def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     """(T, H) -> (C, H) float32: the state of each cell's first token."""
     return states[prepared.cu_seqlens[:-1].long()].float()
-
-
-def padded_state(states: torch.Tensor, inside: torch.Tensor, pooling: str, query: torch.Tensor | None) -> torch.Tensor:
-    """(C, L, H), and (C, L) bool of tokens that are no padding -> (C, H): the same poolings of padded cells."""
-    if pooling == "cls":
-        return states[:, 0]
-    weights = inside.to(states.dtype)
-    if query is not None:
-        scores = states @ query * states.shape[-1] ** -0.5
-        weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
-    return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
 
 def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
@@ -117,9 +103,8 @@ class CellEncoder(Model):
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""
-        trunk = {name for name, _ in [*self.named_children(), *self.named_parameters(recurse=False)]} | {
-            *self.plan.begin
-        }
+        own = [*self.named_children(), *self.named_parameters(recurse=False)]
+        trunk = {name for name, _ in own} | {*self.plan.begin}
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.heads = tuple(name for name in finish if name not in trunk)
         self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
@@ -181,11 +166,9 @@ class TokenEncoder(CellEncoder):
         super().__init__(objective)
         self.enter, self.enter_keys = Entry(), Entry()
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        return self.first_blocks(x, prepared, len(self.blocks))
-
-    def first_blocks(self, x: torch.Tensor, prepared: EncoderBatch, number: int) -> torch.Tensor:
+    def through(self, x: torch.Tensor, prepared: EncoderBatch, last: int | None = None) -> torch.Tensor:
+        """Apply the blocks, up to number `last`."""
         token_keys = self.enter_keys(prepared.token_keys)
-        for block in list(self.blocks)[:number]:
+        for block in list(self.blocks)[:last]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x

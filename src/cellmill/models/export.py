@@ -45,22 +45,13 @@ class WeightsFile:
             require_file(path)  # the library would wait for a FIFO
         with self._named():
             self._file: Any = safe_open(path, framework="pt")
-            self.names: list[str] = list(self._file.keys())
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._file.get_slice(name).get_shape())
-
-    def is_float32(self, name: str) -> bool:
-        return bool(self._file.get_slice(name).get_dtype() == "F32")
+            stored = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  no mapping
+        self.shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in stored.items()}
+        self.float32 = {name for name, tensor in stored.items() if tensor.get_dtype() == "F32"}
 
     def read(self, name: str, part: Part) -> torch.Tensor:
         with self._named():
-            return self._file.get_slice(name)[part or ...]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._named():
-            for name in self.names:
-                yield name, self._file.get_tensor(name)
+            return self._file.get_slice(name)[part] if part else self._file.get_tensor(name)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -92,15 +83,14 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
         raise DataError(f"{folder}: this is the folder of a run; its model is {folder / 'model'}")
     config = read_model_config(config_path)
     vocabulary = Vocabulary.read(genes_path)
-    if vocabulary.digest != config["vocabulary_digest"]:
-        raise unusable(
-            genes_path,
-            f"its digest is {vocabulary.digest[:12]}, the model was trained with {config['vocabulary_digest'][:12]}",
-        )
+    if vocabulary.digest != (stored := config["vocabulary_digest"]):
+        problem = f"its digest is {vocabulary.digest[:12]}, the model was trained with {stored[:12]}"
+        raise unusable(genes_path, problem)
     file = WeightsFile(weights)
     model = _build(config_path, spec_of(config, vocabulary.n_genes), file)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    shapes = {name: tuple(file.shape(name)) for name in file.names}
+    state = model.state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
     if wrong := sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)):
         name = wrong[0]
         raise unusable(
@@ -108,16 +98,12 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
             f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
             f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
         )
-    floats = {name: tensor.is_floating_point() for name, tensor in model.state_dict().items()}
-    if wrong := [name for name, is_float in floats.items() if is_float != file.is_float32(name)]:
+    if wrong := [name for name, tensor in state.items() if tensor.is_floating_point() != (name in file.float32)]:
         raise unusable(weights, f"{wrong[0]}: expected float32, got another type")
-    if (digest := sha256_file(weights)) != config["weights_sha256"]:
-        raise unusable(
-            weights,
-            f"its SHA-256 is {digest[:12]}, config.json has {config['weights_sha256'][:12]}: damaged, or another "
-            "model's weights",
-        )
-    tensors = dict(file.tensors())
+    if (digest := sha256_file(weights)) != (stored := config["weights_sha256"]):
+        problem = f"its SHA-256 is {digest[:12]}, config.json has {stored[:12]}: damaged, or another model's weights"
+        raise unusable(weights, problem)
+    tensors = {name: file.read(name, ()) for name in file.shapes}
     if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise unusable(weights, f"{wrong[0]} has values that are not finite")
     model = to_empty(model, "cpu")  # after the checks: a damaged config.json may ask for any size
@@ -134,9 +120,9 @@ def fill_buffers(model: Model, seed: int, vocabulary: Vocabulary) -> None:
 
 def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
     """The model of config.json at `path` on the meta device. Raises DataError if it cannot be that of `file`."""
-    n_elements = sum(file.shape(name).numel() for name in file.names)
+    n_elements = sum(shape.numel() for shape in file.shapes.values())
     for name, size in _sizes(spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")):
-        most, of = (len(file.names), "tensors") if "layer" in name else (n_elements, "elements")
+        most, of = (len(file.shapes), "tensors") if "layer" in name else (n_elements, "elements")
         if size > most:  # building a million layers would take hours
             raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {most:,} {of}")
     try:
@@ -205,7 +191,7 @@ def initial_tensors(
 def mean_gene_row(weights: Path, name: str) -> torch.Tensor:
     """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a time."""
     file = WeightsFile(weights)
-    shape = file.shape(name)
+    shape = file.shapes[name]
     total, rows = torch.zeros(shape[1:], dtype=torch.float64), max(1, PIECE // max(1, shape[1:].numel()))
     for first in range(len(SPECIAL), shape[0], rows):
         total += file.read(name, (slice(first, min(first + rows, shape[0])),)).double().sum(0)
@@ -225,11 +211,16 @@ class _Source:
 
     def rows(self, name: str, empty: torch.Tensor, part: Part) -> torch.Tensor | None:
         """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the tensor."""
-        if name not in self.file.names:
+        if (theirs := self.file.shapes.get(name)) is None:
             return None
-        theirs, rows = self.file.shape(name), None
-        if name in self.model.level_rows:
-            rows = self._level_rows(self.model.level_rows[name], len(empty), theirs[0])
+        rows = None
+        if (column := self.model.level_rows.get(name)) is not None:
+            ours, levels = self.model.objective.levels[column], self.levels.get(column, ())
+            # a table may begin with rows of no level
+            first, their_first = len(empty) - len(ours), theirs[0] - len(levels)
+            known = {level: their_first + row for row, level in enumerate(levels)}
+            begin = range(first) if known and first == their_first else [-1] * first
+            rows = torch.tensor([*begin, *(known.get(level, -1) for level in ours)])
             if (rows < 0).all():
                 return None
         elif name in self.model.gene_rows:
@@ -250,14 +241,6 @@ class _Source:
         """Return these rows of a tensor, and of each what `part` has."""
         return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(dtype)
 
-    def _level_rows(self, column: str, n_rows: int, n_theirs: int) -> torch.Tensor:
-        ours, theirs = self.model.objective.levels[column], self.levels.get(column, ())
-        # a table may begin with rows of no level
-        first, their_first = n_rows - len(ours), n_theirs - len(theirs)
-        known = {level: their_first + row for row, level in enumerate(theirs)}
-        begin = range(first) if known and first == their_first else [-1] * first
-        return torch.tensor([*begin, *(known.get(level, -1) for level in ours)])
-
 
 def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the mean row of each tensor of the model `spec` with a row per gene that the model in `folder` has.
@@ -271,9 +254,9 @@ def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[
         name: tensor.shape[1:]
         for name, tensor in named_tensors(model)
         if name in model.gene_rows
-        and name in file.names
+        and name in file.shapes
         and name != TABLE
-        and file.shape(name)[1:] == tensor.shape[1:]  # `initial_tensors` refuses another width
+        and file.shapes[name][1:] == tensor.shape[1:]  # `initial_tensors` refuses another width
     }
     if not shapes:
         return {}

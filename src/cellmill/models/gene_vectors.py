@@ -1,8 +1,8 @@
 """Given vectors of genes as part of a gene embedding (a table and a learned projection), and the reader of their files.
 
-A gene's embedding is its learned one plus the projection of its vector. A gene without a vector has zeros, and the
-projection has no bias, so its embedding is the learned one alone. Vectors are divided by their root mean square over
-all genes that have one, so that the projection starts as large as a learned embedding. Files are never unpickled.
+A gene's embedding is its learned one plus the projection of its vector, without a bias: of a gene without a vector it
+is the learned one alone. Vectors are divided by their root mean square over all genes that have one, so that the
+projection starts as large as a learned embedding. Files are never unpickled.
 
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
 """
@@ -58,9 +58,6 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
         model.frozen = model.frozen | {TABLE}
 
 
-KINDS = (".npy", ".safetensors", ".tsv", ".csv")
-
-
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[torch.Tensor, int]:
     """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of genes found.
 
@@ -82,9 +79,15 @@ def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[tor
 def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
     """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a gene that it lacks.
 
-    Raises DataError for a file that cannot be used, ConfigError for one of another kind than KINDS.
+    Raises DataError for a file that cannot be used, ConfigError for one of another kind than READERS.
     """
-    names, vectors = _read(path)
+    if path.suffix not in READERS:
+        raise ConfigError(f"{path}: expected a file of gene vectors, {' or '.join(READERS)}; convert it to one of them")
+    require_file(path)
+    try:
+        names, vectors = READERS[path.suffix](path)
+    except (ValueError, OSError, EOFError, SafetensorError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
     if vectors.ndim != 2 or not vectors.is_floating_point():
         raise DataError(
             f"{path}: expected an array of (genes, numbers) of floats, got {tuple(vectors.shape)} of {vectors.dtype}"
@@ -110,40 +113,26 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
     return found
 
 
-def _read(path: Path) -> tuple[list[str], torch.Tensor]:
-    readers = dict(zip(KINDS, (_read_npy, _read_safetensors, _read_table, _read_table), strict=True))
-    if path.suffix not in readers:
-        raise ConfigError(f"{path}: expected a file of gene vectors, {' or '.join(KINDS)}; convert it to one of them")
-    require_file(path)
-    try:
-        return readers[path.suffix](path)
-    except (ValueError, OSError, EOFError, SafetensorError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-
-
 def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
     """A gene and its numbers a line, below a header or not: the first line is one if it has anything but numbers."""
     names, rows, width = [], [], 0
+    separator, separated = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        reader = csv.reader(file, delimiter=separator)
         for fields in filter(None, reader):
-            first, width = not width, width or len(fields)
+            first, width, line = not width, width or len(fields), f"{path}, line {reader.line_num}"
             if len(fields) != width or width < 2:
                 expected = f"{width} columns as in the first line" if width > 1 else "a gene and its numbers"
-                separated = "tabs" if path.suffix == ".tsv" else "commas"
                 raise DataError(
-                    f"{path}, line {reader.line_num}: expected {expected}, separated by {separated}, got "
-                    f"{len(fields)}; complete the line"
+                    f"{line}: expected {expected}, separated by {separated}, got {len(fields)}; complete the line"
                 )
             try:
                 rows.append(np.array(fields[1:], np.float32))
             except ValueError:
                 if first:
                     continue
-                raise DataError(
-                    f"{path}, line {reader.line_num}: {fields[0]!r} has a value that is not a number; correct it or "
-                    "leave the gene out"
-                ) from None
+                problem = f"{fields[0]!r} has a value that is not a number; correct it or leave the gene out"
+                raise DataError(f"{line}: {problem}") from None
             names.append(fields[0].strip())
     if not names:
         raise DataError(f"{path}: no vectors; expected a line for each gene")
@@ -171,3 +160,6 @@ def _read_safetensors(path: Path) -> tuple[list[str], torch.Tensor]:
         listed = ", ".join(f"{shape} of {name}" for shape, name in list(shapes.items())[:2]) or "none"
         raise DataError(f"{path}: expected a vector per gene, all of one length, got shapes {listed}")
     return names, torch.stack(vectors)
+
+
+READERS = {".npy": _read_npy, ".safetensors": _read_safetensors, ".tsv": _read_table, ".csv": _read_table}

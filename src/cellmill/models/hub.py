@@ -66,7 +66,6 @@ def pull(repo: str, folder: Path) -> str:
             raise DataError(f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}") from None
         for file in FILES:
             if (made / file).is_file():
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(folder / file) as path:
                     os.replace(made / file, path)
     return str(commit)

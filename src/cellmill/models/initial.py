@@ -1,7 +1,7 @@
 """Initial values of parameters and buffers, module by module, independent of layout and order.
 
 A module defines its own in a method `initial_value(name) -> Fill | None`, or sets `initial_std` for its weight; linear
-layers, embeddings and layer norms have a default. A parameter or buffer without a value is an error.
+layers, embeddings and norms have a default. A parameter or buffer without a value is an error.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from cellmill.parallel.materialize import Part, is_all
+from cellmill.parallel.materialize import Part
 
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
 
@@ -38,8 +38,7 @@ class _Normal:
         return tensor.normal_(0.0, self.std, generator=generator)
 
 
-def normal(std: float) -> Fill:
-    return _Normal(std)
+normal: Callable[[float], Fill] = _Normal
 
 
 def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
@@ -52,10 +51,11 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
 
 def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
     """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where that can be."""
-    if is_all(part) or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
+    is_all = all(index == slice(None) for index in part)
+    if is_all or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)
-        return full if is_all(part) else full[part].clone()
+        return full if is_all else full[part].clone()
     own = torch.empty([len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)], dtype=empty.dtype)
     place = torch.full((empty.shape[0],), -1)  # of each row of the tensor in `own`
     place[part[0]] = torch.arange(len(own))
@@ -76,7 +76,8 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
     for path, module in model.named_modules():
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = f"{path}.{name}" if path else name
-            if (fill := _fill_of(module, name)) is None:
+            own = getattr(module, "initial_value", lambda name: None)(name)
+            if (fill := own or default_fill(module, name)) is None:
                 raise TypeError(
                     f"no initial value for {full_name} of {type(module).__name__}; define initial_value(name) on it"
                 )
@@ -84,12 +85,11 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
     return fills
 
 
-def _fill_of(module: nn.Module, name: str) -> Fill | None:
-    own = getattr(module, "initial_value", None)
-    if own is not None and (fill := own(name)) is not None:
-        return fill
-    if isinstance(module, nn.LayerNorm):
-        return ones if name == "weight" else zeros
-    if isinstance(module, nn.Linear | nn.Embedding):
-        return normal(getattr(module, "initial_std", STD)) if name == "weight" else zeros
+def default_fill(module: nn.Module, name: str, std: float = STD) -> Fill | None:
+    """Return the function for a parameter of a norm, linear layer or embedding; None for another module."""
+    kind = type(module).__name__
+    if kind.endswith("Norm"):
+        return {"weight": ones, "bias": zeros}.get(name)
+    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":  # transformers' linear layer
+        return normal(getattr(module, "initial_std", std)) if name == "weight" else zeros
     return None

@@ -1,8 +1,7 @@
 """The contract of an objective, in one file: targets, loss and the metrics of `evaluate`.
 
 An objective holds no parameters. Its modules (heads) become attributes of the model, under names that the objective
-chooses, so that checkpoints, layouts and exports treat them like all others. `RowShare` is the part of a micro-batch in
-a loss over all cells of a global batch; `train.batch_rows` makes it.
+chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
 from collections.abc import Mapping, Sequence

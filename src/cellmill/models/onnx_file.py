@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
@@ -57,13 +56,13 @@ def write_onnx(folder: Path, out: Path) -> float:
             f"{folder}: {what} cannot be exported to ONNX; families encoder and profile can, without covariates"
         )
     with atomic_path(out) as temporary:
-        _trace(model, tokens, vocabulary.n_genes, temporary)
+        _trace(model, _cells(tokens, vocabulary.n_genes, (5, 4)), temporary)
         made = onnx.load(temporary)
         about = {"tokens": json.dumps(tokens.model_dump(mode="json")), "vocabulary": "\n".join(vocabulary.gene_ids)}
         onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
         onnx.save(made, temporary)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
-        difference = _difference(session, model, tokens, vocabulary)
+        difference = _difference(session, model, *_cells(tokens, vocabulary.n_genes, _CHECKED))
         if not difference <= TOLERANCE:
             raise DataError(
                 f"{out}: not written: its vectors differ from the model's by {difference:.1g}, more than {TOLERANCE:g}"
@@ -86,8 +85,7 @@ def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torc
     return torch.where(inside, genes, PAD_TOKEN), values * inside
 
 
-def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
-    example = _cells(tokens, n_genes, (5, 4))
+def _trace(model: Model, example: tuple[torch.Tensor, torch.Tensor], out: Path) -> None:
     shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
     quiet = logging.getLogger("torch.onnx")
     before = quiet.level
@@ -110,8 +108,7 @@ def _trace(model: Model, tokens: Tokens, n_genes: int, out: Path) -> None:
         quiet.setLevel(before)
 
 
-def _difference(session: Any, model: Model, tokens: Tokens, vocabulary: Vocabulary) -> float:
-    genes, values = _cells(tokens, vocabulary.n_genes, _CHECKED)
+def _difference(session: Any, model: Model, genes: torch.Tensor, values: torch.Tensor) -> float:
     (found,) = session.run(["cell_vector"], {"genes": genes.numpy(), "values": values.numpy()})
     inside = genes != PAD_TOKEN
     lengths = inside.sum(1)

@@ -12,14 +12,6 @@ DistributedDataParallel wraps the result in `parallel.step`, after the parameter
 over data-parallel ranks, never averaged: the loss is divided by the global number of targets before the backward pass,
 which is exact however unevenly targets fall on ranks.
 
-Recomputation: `full` keeps only the input of a block (Chen et al. 2016). `selective` also keeps the outputs of its
-matmuls and of attention, and recomputes what is cheap (Korthikanti et al. 2022, section 5), and batched matmuls: they
-are attention without a fused kernel, whose scores grow with the square of a cell's length.
-
-torch.compile fuses the block methods that a family names. Attention stays eager: it has its own kernels, and cell
-lengths, which are Python integers, would recompile for each batch. Methods are compiled, not modules, so names of
-parameters do not change, and hooks of FSDP2 and recomputation run around the compiled code.
-
 Tensor parallel shards modules over the mesh axis `tp`, by the names and styles of a family's plan. Between two sharded
 matrices activations are replicated, or with sequence parallel sharded by tokens, whose number is then divisible by tp
 (`models.batch.padded`). Modules take and return plain tensors; parameters and buffers of sharded modules are DTensors.
@@ -104,24 +96,34 @@ KEPT = frozenset(
 
 
 def checkpoint_activations(model: nn.Module, blocks: str, how: Literal["full", "selective"] = "full") -> None:
-    """Wrap each block of the ModuleList `blocks` in activation checkpointing. In place; plain names do not change."""
+    """Wrap each block of the ModuleList `blocks` in activation checkpointing. In place; plain names do not change.
+
+    `full` keeps only the input of a block (Chen et al. 2016). `selective` also keeps the outputs of its matmuls and of
+    attention (Korthikanti et al. 2022, section 5), but not of batched matmuls: they are attention without a fused
+    kernel, whose scores grow with the square of a cell's length.
+    """
+
+    def policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator_name(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
     modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
     for name, block in modules.named_children():
         # no RNG state to keep: dropout is keyed by position, so recomputation reproduces it
         wrapped = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
         modules.register_module(name, wrapped)
 
 
-def _policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator_name(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
-    """Compile `methods` of each block in place, for any number of tokens; each variant when it first runs."""
+    """Compile `methods` of each block in place, for any number of tokens; each variant when it first runs.
+
+    Attention stays eager: it has its own kernels, and cell lengths, which are Python integers, would recompile for each
+    batch. Methods are compiled, not modules, so names of parameters do not change, and hooks of FSDP2 and recomputation
+    run around the compiled code.
+    """
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
     # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ between blocks
     variants = 8 * len(modules)
@@ -130,8 +132,7 @@ def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> Non
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, len(methods) * variants)
     for block in modules:
         for name in methods:
-            compiled = torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND)
-            setattr(block, name, compiled)
+            setattr(block, name, torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND))
 
 
 def apply_tensor_parallel(model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh) -> None:
@@ -167,12 +168,7 @@ class _Vocabulary(ParallelStyle):
 
 
 def parallelize(
-    model: nn.Module,
-    parallel: Parallel,
-    mesh: Mesh,
-    *,
-    stage: int = 0,
-    trains: Callable[[str], bool] | None = None,
+    model: nn.Module, parallel: Parallel, mesh: Mesh, *, stage: int = 0, trains: Callable[[str], bool] | None = None
 ) -> None:
     """Lay out a whole `Model` by its `plan`, in place, and keep pipeline stage `stage`; `trains` None trains all."""
     plan: Any = model.plan

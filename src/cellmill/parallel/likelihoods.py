@@ -1,4 +1,8 @@
-"""Losses over a token table, computed in chunks (`parallel.chunked_loss`): cross-entropy and negative binomial.
+"""Losses over a token table, whose logits exist for one chunk of targets at a time: cross-entropy, negative binomial.
+
+The logits of a chunk become their own gradient in place, which is added to the gradients of states, table and bias
+right away. Nothing of size (targets, vocabulary) is kept for the backward pass, which only scales (Liger Kernel, Hsu et
+al. 2024, section 3.2; Cut Cross-Entropy, Wijmans et al. 2024).
 
 With tensor parallel, each target of a chunk needs three numbers from the other ranks for the cross-entropy
 (Megatron-LM, Shoeybi et al. 2019, section 3), and each cell four for the negative binomial: maximum and sum of the
@@ -18,19 +22,34 @@ Legend: N targets or cells, H hidden, V local rows of the table.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from cellmill.parallel.chunked_loss import chunked_loss
-from cellmill.parallel.vocab_parallel import segment_sum
+from cellmill.parallel.torch_private import is_dtensor
+from cellmill.parallel.vocab_parallel import first_row, own_rows, segment_sum
+
+CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
+ELEMENTS = {"cpu": 1 << 22}
+"""Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
+SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
+
+Group = dist.ProcessGroup | None  # the ranks that share the table; None without tensor parallel
 
 
 def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed; see `chunked_loss`."""
-    return chunked_loss(states, table, bias, _Answers(answers))
+    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a float32 scalar.
+
+    (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,). Products use the autocast dtype, or else the
+    dtype of `states`; everything else is float32. `backward` can run once. Collective over the ranks that share a
+    sharded table.
+    """
+    return _chunked(states, table, bias, _Answers(answers))
 
 
 def profile_loss(
@@ -41,27 +60,118 @@ def profile_loss(
     starts: torch.Tensor,
     genes: torch.Tensor,
     weights: torch.Tensor,
+    dispersion: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries` entries each.
 
     `starts` (N + 1,) int64 are their first entries, on the device: reading `entries` to it would wait for it. `genes`,
     token ids int64, and `weights`, float32, are by entry, target after target. No gene occurs twice in a target, whose
     weights sum to 1.
+
+    With `dispersion` (V,), the log of the inverse dispersion, `weights` are counts above 0, and the loss is the
+    negative log-likelihood of each cell's counts divided by their sum.
     """
-    return chunked_loss(states, table, bias, _Profiles(entries, starts, genes, weights))
+    if dispersion is None:
+        return _chunked(states, table, bias, _Profiles(entries, starts, genes, weights))
+    return _chunked(states, table, bias, _Counts(entries, starts, genes, weights), dispersion)
+
+
+def _chunked(
+    states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, targets: Any, *vectors: torch.Tensor
+) -> torch.Tensor:
+    group, rows = None, len(table)
+    if is_dtensor(table):
+        targets.first_row, group = first_row(table), table.device_mesh.get_group()
+        rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
+        states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
+    chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
+    dtype = autocast_dtype(states) or states.dtype
+    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
+        return _ChunkedLoss.apply(
+            targets, group, chunk, dtype, torch.is_grad_enabled(), states, table, bias, *vectors
+        )  # fmt: skip
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Targets whose rows of the table are on another rank add nothing here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        targets: Any,
+        group: Group,
+        chunk: int,
+        dtype: torch.dtype,
+        grad_enabled: bool,
+        states: torch.Tensor,
+        table: torch.Tensor,
+        *vectors: torch.Tensor,
+    ) -> torch.Tensor:
+        to_states, to_table, *to_vectors = (grad_enabled and needed for needed in ctx.needs_input_grad[5:])
+        loss = torch.zeros((), device=states.device)
+        states_grad = torch.empty_like(states) if to_states else None
+        table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
+        gradients = [
+            torch.zeros(x.shape, device=x.device) if needed else None for x, needed in zip(vectors, to_vectors)
+        ]
+        rows, offset = table.to(dtype), vectors[0].to(dtype)
+        for start in range(0, len(states), chunk):
+            part = states[start : start + chunk].to(dtype)
+            logits = F.linear(part, rows, offset).float()
+            of_chunk, of_vectors = targets.loss(start, logits, vectors[1:], group)
+            loss += of_chunk
+            gradient = logits.to(dtype)
+            if states_grad is not None:
+                states_grad[start : start + chunk] = gradient @ rows
+            if table_grad is not None:
+                if dtype == torch.float32:
+                    table_grad.addmm_(gradient.t(), part)
+                else:
+                    table_grad += gradient.t() @ part
+            for total, own in zip(gradients, (logits.sum(0), *of_vectors)):
+                if total is not None:
+                    total += own
+        kept = zip((states_grad, table_grad, *gradients), (states, table, *vectors))
+        ctx.save_for_backward(*(None if own is None else own.to(like.dtype) for own, like in kept))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
+        return (None, None, None, None, None, *gradients)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return `own * factor`, in place: a second copy of the table's gradient would be the largest tensor here."""
+    if own.dtype == factor.dtype:
+        return own.mul_(factor)
+    for part in own.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits first
+        part.copy_(part * factor.expand(part.shape))
+    return own
 
 
 class _Answers:
     """One token for each target."""
 
-    first_row = 0
+    first_row = 0  # of this rank's part of the table
 
     def __init__(self, answers: torch.Tensor) -> None:
         self.answers = answers
 
     def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor, tuple[()]]:
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the summed loss of the targets from `start` on, and its gradient to each of `vectors`, (V,).
+
+        The float32 `logits` (n, V) of these targets become their own gradient, in place. Collective over `group`.
+        """
         answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
         inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
 
@@ -80,27 +190,28 @@ class _Profiles:
         self.starts, self.genes, self.weights = starts, genes, weights
         self.ends = [0, *accumulate(entries)]
 
+    def entries(self, start: int, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Target, row, weight and whether the row is on this rank, of each entry of a chunk; other rows are clamped."""
+        n, n_rows = logits.shape
+        chunk = slice(self.ends[start], self.ends[start + n])
+        lengths = self.starts[start : start + n + 1].diff()
+        target = torch.repeat_interleave(lengths, output_size=chunk.stop - chunk.start)
+        row = self.genes[chunk] - self.first_row
+        return target, row.clamp(0, n_rows - 1), self.weights[chunk], (row >= 0) & (row < n_rows)
+
     def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        n, rows = logits.shape
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
         dense = torch.zeros_like(logits)
-        if rows:
-            chunk = slice(self.ends[start], self.ends[start + n])
-            lengths = self.starts[start : start + n + 1].diff()
-            target = torch.repeat_interleave(lengths, output_size=chunk.stop - chunk.start)
-            genes = self.genes[chunk] - self.first_row
-            inside = (genes >= 0) & (genes < rows)
-            dense.index_put_((target, genes.clamp(0, rows - 1)), self.weights[chunk] * inside, accumulate=True)
+        if logits.shape[1]:
+            target, row, weights, inside = self.entries(start, logits)
+            dense.index_put_((target, row), weights * inside, accumulate=True)
         return _cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense), group), ()
 
 
 def _cross_entropy(
-    logits: torch.Tensor,
-    picked: Callable[[], torch.Tensor],
-    subtract: Callable[[], object],
-    group: dist.ProcessGroup | None,
+    logits: torch.Tensor, picked: Callable[[], torch.Tensor], subtract: Callable[[], object], group: Group
 ) -> torch.Tensor:
     """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
 
@@ -119,7 +230,7 @@ def _cross_entropy(
     return (sums[0].log() - sums[1]).sum()
 
 
-def _subtract_maximum(logits: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _subtract_maximum(logits: torch.Tensor, group: Group) -> None:
     """Subtract each target's maximum over the rows of all ranks, in place."""
     maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     if group is not None:
@@ -127,92 +238,49 @@ def _subtract_maximum(logits: torch.Tensor, group: dist.ProcessGroup | None) -> 
     logits.sub_(maximum[:, None])
 
 
-def nb_loss(
-    states: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor,
-    dispersion: torch.Tensor,
-    entries: list[int],
-    starts: torch.Tensor,
-    genes: torch.Tensor,
-    counts: torch.Tensor,
-) -> torch.Tensor:
-    """Negative log-likelihood of each cell's counts divided by their sum, summed over cells; see `chunked_loss`.
-
-    `dispersion` (V,) is the log of the inverse dispersion. `entries`, `starts` and `genes` as in `profile_loss`;
-    `counts` are float32 and above 0.
-    """
-    return chunked_loss(states, table, bias, _Counts(entries, starts, genes, counts), dispersion)
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """The counts of a chunk's cells; those of other ranks' rows are 0, in a row of this rank."""
-
-    cell: torch.Tensor  # (entries,) int64, ascending
-    starts: torch.Tensor  # (n + 1,) int64: first entry of each cell
-    row: torch.Tensor
-    count: torch.Tensor
-    inside: torch.Tensor  # (entries,) float32: 1 for entries of this rank's rows, else 0
-    sums: torch.Tensor  # (n,) float32: the sum of each cell's counts over all rows
-
-
 class _Counts(_Profiles):
     """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
 
     def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        n, n_rows = logits.shape
-        chunk = slice(self.ends[start], self.ends[start + n])
-        rows, counts = self.genes[chunk] - self.first_row, self.weights[chunk]
-        starts = self.starts[start : start + n + 1] - chunk.start
-        cell = torch.repeat_interleave(starts.diff(), output_size=chunk.stop - chunk.start)
-        inside, sums = ((rows >= 0) & (rows < n_rows)).float(), segment_sum(counts, cell, starts)
-        targets = _Entries(cell, starts, rows.clamp(0, max(n_rows - 1, 0)), counts * inside, inside, sums)
-        loss, gradient = _loss_and_gradients(logits, vectors[0].float().exp(), targets, group)
-        return loss, (gradient,)
+        inverse = vectors[0].float().exp()
+        _subtract_maximum(logits, group)
+        normalizer = logits.exp().sum(1)
+        if group is not None:
+            dist.all_reduce(normalizer, group=group)
+        logits.sub_(normalizer.log()[:, None])  # log-softmax
+        sums, of_inverse = logits.new_zeros(2, len(logits)), torch.zeros_like(inverse)
+        probabilities = logits.exp()
+        if logits.shape[1]:
+            sums[0], of_mean, of_inverse = self._of_rows(start, logits, probabilities, inverse)
+            sums[1] = of_mean.sum(1)
+            logits.copy_(of_mean)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        logits.sub_(probabilities.mul_(sums[1][:, None]))
+        return sums[0].sum(), (of_inverse,)
 
-
-def _loss_and_gradients(
-    logits: torch.Tensor, inverse: torch.Tensor, targets: _Entries, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of float32 `logits` (n, V), which become their gradient, and that (V,) to log(inverse)."""
-    n, n_rows = logits.shape
-    _subtract_maximum(logits, group)
-    normalizer = logits.exp().sum(1)
-    if group is not None:
-        dist.all_reduce(normalizer, group=group)
-    logits.sub_(normalizer.log()[:, None])  # log-softmax
-    sums, of_inverse = logits.new_zeros(2, n), torch.zeros_like(inverse)
-    probabilities = logits.exp()
-    if n_rows:
-        sums[0], to_mean, of_inverse = _of_rows(logits, probabilities, inverse, targets)
-        sums[1] = to_mean.sum(1)
-        logits.copy_(to_mean)
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    logits.sub_(probabilities.mul_(sums[1][:, None]))
-    return sums[0].sum(), of_inverse
-
-
-def _of_rows(
-    log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor, targets: _Entries
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to `log(inverse)` (V,)."""
-    at, share = (targets.cell, targets.row), (1 / targets.sums)[:, None]
-    means = probabilities * targets.sums[:, None]
-    total, log_ratio = means + inverse, torch.log1p(means / inverse)
-    loss = (inverse * log_ratio * share).sum(1)
-    of_mean = inverse * means / total * share
-    of_inverse = inverse * (log_ratio - means / total) * share
-    # counts above 0: log-probabilities of their own, gathered and added where they belong
-    r, k, part = inverse[targets.row], targets.count, share[targets.cell, 0] * targets.inside
-    log_mean = log_p[at] + targets.sums.log()[targets.cell]
-    gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
-    detected = part * (gammas + k * (total[at].log() - log_mean))
-    loss = loss + segment_sum(detected, targets.cell, targets.starts)
-    of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
-    gammas = torch.digamma(r) - torch.digamma(k + r)
-    of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)
-    return loss, of_mean, of_inverse.sum(0)
+    def _of_rows(
+        self, start: int, log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to `log(inverse)` (V,)."""
+        cell, row, counts, inside = self.entries(start, log_p)
+        starts = self.starts[start : start + len(log_p) + 1] - self.ends[start]
+        sums, k, at = segment_sum(counts, cell, starts), counts * inside, (cell, row)
+        share = (1 / sums)[:, None]
+        means = probabilities * sums[:, None]
+        total, log_ratio = means + inverse, torch.log1p(means / inverse)
+        loss = (inverse * log_ratio * share).sum(1)
+        of_mean = inverse * means / total * share
+        of_inverse = inverse * (log_ratio - means / total) * share
+        # counts above 0: log-probabilities of their own, gathered and added where they belong
+        r, part = inverse[row], share[cell, 0] * inside
+        log_mean = log_p[at] + sums.log()[cell]
+        gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
+        detected = part * (gammas + k * (total[at].log() - log_mean))
+        loss = loss + segment_sum(detected, cell, starts)
+        of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
+        gammas = torch.digamma(r) - torch.digamma(k + r)
+        of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)
+        return loss, of_mean, of_inverse.sum(0)

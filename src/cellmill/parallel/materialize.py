@@ -41,18 +41,23 @@ def materialize(
     assert not (empty := {name for name, _ in named_tensors(model)} - filled), f"no value for {sorted(empty)}"
 
 
-class _EmptyLike(TorchFunctionMode):
-    """Create tensors like plain ones of the meta device without torch's reference of it, which imports sympy."""
+class WithoutCompiler(TorchFunctionMode):
+    """Keep torch from importing its compiler for meta tensors: in `empty_like`, and in `nn.init`, which fills none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
         if func is torch.empty_like and args[0].is_meta and not is_dtensor(args[0]):
-            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, **given)
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor: torch.Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def to_empty(model: AnyModule, device: torch.device | str) -> AnyModule:
     """Give every parameter and buffer of `model` memory on `device`, in place; returns the model."""
-    with _EmptyLike():
+    with WithoutCompiler():
         return model.to_empty(device=device)
 
 
@@ -95,11 +100,6 @@ def own_part(tensor: torch.Tensor) -> Part:
     return part
 
 
-def is_all(part: Part) -> bool:
-    """True if `part` is a whole tensor, of any size."""
-    return all(index == slice(None) for index in part)
-
-
 def as_index(chosen: list[int]) -> slice | list[int]:
     """Return these positions as a slice, if they are a range."""
     first = chosen[0] if chosen else 0
@@ -116,9 +116,8 @@ def _own(tensor: torch.Tensor, dim: int) -> slice | list[int]:
     if all(placed == whole for placed in placements):
         return slice(None)
     n = tensor.shape[dim]
-    every = torch.arange(n, device=tensor.device_mesh.device_type).view(
-        [n if d == dim else 1 for d in range(tensor.ndim)]
-    )
+    shape = [n if d == dim else 1 for d in range(tensor.ndim)]
+    every = torch.arange(n, device=tensor.device_mesh.device_type).view(shape)
     # src_data_rank=None: every rank has the full tensor, so nothing is sent
     part = dt.distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None)
     own: list[int] = part.to_local().flatten().tolist()

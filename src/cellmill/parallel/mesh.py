@@ -1,8 +1,7 @@
 """Device mesh with four axes, `pp, dp_replicate, dp_shard, tp`, for every strategy; unused axes have size 1.
 
 The data-parallel coordinate `(dp_replicate, dp_shard)`, not the global rank, decides which cells a rank reads: tp and
-pp peers read the same cells. Small values of all ranks are exchanged as JSON, because unpickling what another process
-sent could run its code. TensorFloat-32 means float32 matrix products of a GPU with 10 bits of mantissa, from Ampere on.
+pp peers read the same cells. Small values of all ranks are exchanged as JSON: unpickling could run another's code.
 """
 
 import json
@@ -65,13 +64,11 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     """Return the mesh over all ranks. Collective. Raises ConfigError if they do not fit strategy, tp or pp."""
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
-    devices = init_device_mesh(
-        device_type, (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp), mesh_dim_names=AXES
-    )
+    shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+    devices = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     if sizes.tp > 1:
         flatten_axes(devices["dp_shard", "tp"], "shard_tp")  # DTensor then reduces a norm over both axes at once
-    data = devices["dp_replicate", "dp_shard"]
-    flat = flatten_axes(data, "dp")
+    flat = flatten_axes(devices["dp_replicate", "dp_shard"], "dp")
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
 
 
@@ -103,6 +100,6 @@ def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | Non
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let float32 products of this process use TF32 or not, on a GPU; on a CPU the same setting would mean bfloat16."""
+    """Let float32 products on a GPU use TF32 (10 bits of mantissa) or not; on a CPU the setting would mean bfloat16."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if enabled else "highest")

@@ -1,12 +1,18 @@
 """Forward and backward of one optimizer step through a pipeline, by torch's schedules.
 
 All ranks of a pipeline read the same cells, so each knows every micro-batch and only activations are sent. These have
-one shape within a step, to which its micro-batches are padded, and few shapes in a run. A parameter tied between the
-first and the last stage is one parameter: the gradients of both copies are summed before use.
+one shape within a step, to which its micro-batches are padded. A parameter tied between the first and the last stage is
+one parameter: the gradients of both copies are summed before use.
+
+There is one torch schedule for each number and length of micro-batches, which fix the shapes of its buffers. A new
+schedule exchanges shapes between all stages by point-to-point messages before its first step. The schedules of a run
+are therefore kept, and lengths come from a small set (`config.parallel.pipeline_tokens`). Only the one in use has
+receive buffers, which are the memory of a schedule; another length allocates its own again when it is used. From torch
+2.15 on a schedule keeps no buffers between steps, and this frees nothing.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,7 +27,7 @@ from cellmill.config.parallel import Parallel, pipeline_tokens
 from cellmill.errors import ConfigError
 from cellmill.parallel.apply import COMPUTE_DTYPE, reshard
 from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import V_SHAPED, PipelineStages, Schedules, process_of, tied_parameters
+from cellmill.parallel.stages import V_SHAPED, PipelineStages, stages_of, tied_parameters
 from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}  # torch's names of schedules, where they differ from ours
@@ -31,7 +37,7 @@ class PipelineModel(StepModel):
     """Step of a model in pipeline stages, after `parallelize` and `materialize`."""
 
     def __init__(self, stages: PipelineStages, parallel: Parallel, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__(stages.parts[0], parallel, mesh)
         self.stages, self.parallel = stages, parallel
         self.group = mesh.pp.get_group()
         if parallel.schedule in V_SHAPED and torch.__version__ < "2.12" and dist.get_backend(self.group) == "gloo":
@@ -39,19 +45,15 @@ class PipelineModel(StepModel):
                 f"parallel.schedule {parallel.schedule} requires torch 2.12 between CPUs, this is {torch.__version__}; "
                 "install a later one, or set schedule to InterleavedZeroBubble"
             )
-        self.device = mesh.device
         sharded = isinstance(stages.parts[0], FSDPModule)
-        dtype = COMPUTE_DTYPE.get(parallel.precision)
-        # FSDP2 casts a stage's inputs; autocast keeps the residual stream in float32
-        self.dtype = dtype if dtype is not None and sharded else torch.float32
-        self.precision = parallel.precision
-        self.autocast_dtype = None if sharded else dtype
-        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
+        self.dtype = COMPUTE_DTYPE.get(parallel.precision, torch.float32) if sharded else torch.float32
         for number, part in zip(stages.numbers, stages.parts):
             # hooks of FSDP2 run around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)
         self.width = int(stages.parts[0].width)  # type: ignore[arg-type]
-        self.schedules = Schedules(self._new_schedule, self.device)
+        self.schedules: dict[tuple[int, int], _Schedule] = {}
+        """By number of micro-batches, and tokens of each: the same on all ranks of the pipeline."""
+        self._in_use: _Schedule | None = None
         self._prepared: Sequence[Any] = ()
         self._factor: torch.Tensor | float = 1.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -65,7 +67,7 @@ class PipelineModel(StepModel):
         """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides by it, others 0."""
         self._begin(micro_batches)
         self._factor = factor / targets
-        schedule = self.schedules.of(len(micro_batches), sum(micro_batches[0].lengths))
+        schedule = self.schedule_of(len(micro_batches), sum(micro_batches[0].lengths))
         schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
         self._sum_tied_gradients()
         return self._loss * self.parallel.pp / targets
@@ -80,16 +82,24 @@ class PipelineModel(StepModel):
         sent: list[dist.Work] = []
         own: list[torch.Tensor] = []
         for number, part in zip(self.stages.numbers, self.stages.parts):
-            own, inputs = [], own
-            for chunk in range(len(micro_batches)):
+            before, after = self._process_of(number - 1), self._process_of(number + 1)
+            own, earlier = [], own
+            for chunk, prepared in enumerate(micro_batches):
                 cast(_Forward, part.forward).chunk = chunk
-                out = part(*self._received(number, chunk, inputs))
+                if number == 0:
+                    out = part()
+                elif before is None:
+                    out = part(earlier[chunk])
+                else:
+                    x = torch.empty(self._shape(sum(prepared.lengths)), dtype=self.dtype, device=self.device)
+                    dist.recv(x, before, group=self.group)
+                    out = part(x)
                 if number == self.parallel.stages - 1:
                     continue
-                if (peer := self._process_of(number + 1)) is None:
+                if after is None:
                     own.append(out)
                 else:
-                    sent.append(cast(dist.Work, dist.isend(out, peer, group=self.group)))
+                    sent.append(cast(dist.Work, dist.isend(out, after, group=self.group)))
         for work in sent:
             work.wait()
         # As after a backward pass. A new schedule of torch does so too, and a rank needs one when its lengths change:
@@ -98,29 +108,49 @@ class PipelineModel(StepModel):
         reshard(self.stages)
         return self._loss * self.parallel.pp
 
-    def _received(self, number: int, chunk: int, own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the input of a micro-batch from the previous stage; nothing for the first stage."""
-        if number == 0:
-            return ()
-        peer = self._process_of(number - 1)
-        if peer is None:
-            return (own[chunk],)
-        tokens = sum(self._prepared[chunk].lengths)
-        x = torch.empty(tokens // self.token_multiple, self.width, dtype=self.dtype, device=self.device)
-        dist.recv(x, peer, group=self.group)
-        return (x,)
-
     def _process_of(self, stage: int) -> int | None:
-        rank = process_of(stage, self.parallel)
-        return None if stage in self.stages.numbers else dist.get_global_rank(self.group, rank)
+        """Process that holds a stage; None for this one, and for a stage that does not exist."""
+        ranks = [rank for rank in range(self.parallel.pp) if stage in stages_of(rank, self.parallel)]
+        return dist.get_global_rank(self.group, ranks[0]) if ranks and stage not in self.stages.numbers else None
+
+    def _shape(self, tokens: int) -> tuple[int, int]:
+        return tokens // self.token_multiple, self.width
 
     def _begin(self, micro_batches: Sequence[Any]) -> None:
         self._prepared = micro_batches
         self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)  # a loss for each part
 
-    def _new_schedule(self, micro_batches: int, tokens: int) -> tuple[Any, list[PipelineStage]]:
-        """Return torch's schedule for this number of micro-batches and tokens, and this rank's stages in it."""
-        stages = [self._stage(number, part, tokens) for number, part in zip(self.stages.numbers, self.stages.parts)]
+    def schedule_of(self, micro_batches: int, tokens: int) -> Any:
+        """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens each."""
+        found = self.schedules.get((micro_batches, tokens))
+        if found is None or found is not self._in_use:
+            if self._in_use is not None:
+                self._in_use.release()
+            if found is None:
+                found = self.schedules[micro_batches, tokens] = self.new_schedule(micro_batches, tokens)
+            found.restore(self.device)
+            self._in_use = found
+        return found.schedule
+
+    def new_schedule(self, micro_batches: int, tokens: int) -> "_Schedule":
+        sent = torch.empty(self._shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
+        losses = torch.empty(self._loss.numel(), device="meta", requires_grad=True)
+        stages = []
+        for number, part in zip(self.stages.numbers, self.stages.parts):
+            last = number == self.parallel.stages - 1
+            stage = _Stage(
+                part,
+                number,
+                self.parallel.stages,
+                self.device,
+                input_args=() if number == 0 else (sent,),
+                output_args=(losses if last else sent,),
+                group=self.group,
+                # torch cannot split off the gradient of a weight that is used in several products, such as the
+                # vocabulary in both losses: the last stage computes input and weight gradients together
+                dw_builder=(lambda: lambda: None) if last else None,
+            )
+            stages.append(stage)
         kind = get_schedule_class(SCHEDULES.get(self.parallel.schedule, self.parallel.schedule))
         schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
@@ -128,25 +158,7 @@ class PipelineModel(StepModel):
             loss_fn=lambda loss, _: (loss * self._factor).sum(),
             scale_grads=False,  # the loss is a sum, divided by the step's targets already
         )
-        return schedule, stages
-
-    def _stage(self, number: int, part: nn.Module, tokens: int) -> PipelineStage:
-        sent = torch.empty(
-            tokens // self.token_multiple, self.width, dtype=self.dtype, device="meta", requires_grad=True
-        )
-        last = number == self.parallel.stages - 1
-        return _Stage(
-            part,
-            number,
-            self.parallel.stages,
-            self.device,
-            input_args=() if number == 0 else (sent,),
-            output_args=(torch.empty(self._loss.numel(), device="meta", requires_grad=True) if last else sent,),
-            group=self.group,
-            # torch cannot split off the gradient of a weight that is used in several products, such as the vocabulary
-            # in both losses: the last stage computes input and weight gradients together
-            dw_builder=(lambda: lambda: None) if last else None,
-        )
+        return _Schedule(schedule, stages)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage, into both copies."""
@@ -198,8 +210,8 @@ class _Forward:
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
         pipeline, part = self.pipeline, self.part
-        prepared, dtype = pipeline._prepared[self.chunk], pipeline.autocast_dtype
-        with nullcontext() if dtype is None else torch.autocast(pipeline.device.type, dtype):
+        prepared = pipeline._prepared[self.chunk]
+        with pipeline.autocast():
             x = args[0] if args else part.begin(prepared)
             x = part.through(x, prepared)
             if self.number < pipeline.parallel.stages - 1:
@@ -207,3 +219,33 @@ class _Forward:
             loss = part.finish(x, prepared)
         pipeline._loss += loss.detach()
         return loss.reshape(-1).clone()  # a view would lose the hook of FSDP2
+
+
+@dataclass
+class _Schedule:
+    """A schedule and the stages of this rank in it."""
+
+    schedule: Any
+    stages: Sequence[PipelineStage]
+    shapes: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
+
+    def release(self) -> None:
+        for received in self.received():
+            buffer = received.buffer
+            self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
+            received.buffer = None
+
+    def restore(self, device: torch.device) -> None:
+        for received, like in self.shapes:
+            # torch 2.11 marks the buffer of an activation when the schedule is made, later versions in each step
+            received.buffer = torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
+        self.shapes.clear()
+
+    def received(self) -> Iterator[Any]:
+        """What has a receive buffer."""
+        for stage in self.stages:
+            for by_micro_batch in (stage.args_recv_info, stage.grad_recv_info):
+                for received in (one for several in by_micro_batch.values() for one in several):
+                    if getattr(received, "buffer", None) is not None:
+                        yield received

@@ -1,85 +1,18 @@
-"""Pipeline stages of a model: assignment to ranks, the parts that this rank holds, tied parameters, and schedules.
+"""Pipeline stages of a model: assignment to ranks, the parts that this rank holds, and tied parameters.
 
 Parameters keep the names of the whole model, so checkpoints, initial weights and exports do not depend on stages.
-
-There is one torch schedule for each number and length of micro-batches, which fix the shapes of its buffers. A new
-schedule exchanges shapes between all stages by point-to-point messages before its first step. The schedules of a run
-are therefore kept, and lengths come from a small set (`config.parallel.pipeline_tokens`). Only the one in use has
-receive buffers, which are the memory of a schedule; another length allocates its own again when it is used. From torch
-2.15 on a schedule keeps no buffers between steps, and this frees nothing.
 
 Source: PipeDream and Megatron-LM, Narayanan et al. 2021, section 2.2 (interleaved stages); zero bubble, Qi et al. 2024,
 section 6 (V shape: the first and the last stage share a rank).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import nn
 
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.materialize import plain_name
-
-if TYPE_CHECKING:  # it takes half a second to import, which only a pipeline needs (`parallel.pipeline`)
-    from torch.distributed.pipelining import PipelineStage
-
-Key = tuple[int, int]  # number of micro-batches, and tokens of each
-
-
-@dataclass
-class _Made:
-    """A schedule and the stages of this rank in it."""
-
-    schedule: Any
-    stages: Sequence["PipelineStage"]
-    shapes: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
-
-    def release(self) -> None:
-        for received in self._received():
-            buffer = received.buffer
-            self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
-            received.buffer = None
-
-    def restore(self, device: torch.device) -> None:
-        for received, like in self.shapes:
-            # torch 2.11 marks the buffer of an activation when the schedule is made, later versions in each step
-            received.buffer = torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
-        self.shapes.clear()
-
-    def _received(self) -> Iterator[Any]:
-        for stage in self.stages:
-            for by_micro_batch in (stage.args_recv_info, stage.grad_recv_info):
-                for received in (one for several in by_micro_batch.values() for one in several):
-                    if getattr(received, "buffer", None) is not None:
-                        yield received
-
-
-class Schedules:
-    """Schedules by key; `make` returns one and this rank's stages in it. Ranks of a pipeline ask for the same keys."""
-
-    def __init__(self, make: Callable[[int, int], tuple[Any, Sequence["PipelineStage"]]], device: torch.device) -> None:
-        self._make, self._device = make, device
-        self._made: dict[Key, _Made] = {}
-        self._in_use: _Made | None = None
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def of(self, micro_batches: int, tokens: int) -> Any:
-        """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens each."""
-        found = self._made.get((micro_batches, tokens))
-        if found is None or found is not self._in_use:
-            if self._in_use is not None:
-                self._in_use.release()
-            if found is None:
-                found = self._made[micro_batches, tokens] = _Made(*self._make(micro_batches, tokens))
-            found.restore(self._device)
-            self._in_use = found
-        return found.schedule
-
 
 V_SHAPED = ("ZBV", "DualPipeV")
 
@@ -90,11 +23,6 @@ def stages_of(rank: int, parallel: Parallel) -> list[int]:
         return [rank]
     second = parallel.stages - 1 - rank if parallel.schedule in V_SHAPED else rank + parallel.pp
     return [rank, second]
-
-
-def process_of(stage: int, parallel: Parallel) -> int:
-    """Return the pipeline rank that holds `stage`."""
-    return next(rank for rank in range(parallel.pp) if stage in stages_of(rank, parallel))
 
 
 def blocks_of(stage: int, stages: int, blocks: int) -> range:
@@ -144,9 +72,8 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
     kept_blocks = blocks_of(stage, stages, len(list(blocks.children())))
     for name in [name for name, _ in blocks.named_children() if int(name) not in kept_blocks]:
         delattr(blocks, name)  # del blocks[i] would renumber the others
-    begin, finish = set(plan.begin), set(plan.finish)
-    kept = (begin if stage == 0 else set()) | (finish if stage == stages - 1 else set())
-    for name in (begin | finish) - kept:
+    kept = {*(plan.begin if stage == 0 else ()), *(plan.finish if stage == stages - 1 else ())}
+    for name in {*plan.begin, *plan.finish} - kept:
         if hasattr(model, name):
             delattr(model, name)
 

@@ -1,8 +1,8 @@
 """Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and clipping."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,16 @@ from cellmill.parallel.mesh import Mesh, mesh_of
 class StepModel(nn.Module, ABC):
     """Losses and gradients of one optimizer step of a model in its layout."""
 
-    precision: str
+    def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
+        super().__init__()
+        self.device, self.precision = mesh.device, parallel.precision
+        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
+        # FSDP2 casts by itself; autocast keeps the residual stream in float32
+        self.autocast_dtype = None if isinstance(model, FSDPModule) else COMPUTE_DTYPE.get(parallel.precision)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     @abstractmethod
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
@@ -47,12 +56,10 @@ class ParallelModel(StepModel):
     """Step of a model in full or in shards, after `parallelize` and `materialize`: plain, DDP or FSDP2."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
-        super().__init__()
-        self.core = model
-        self.scale = 1.0
-        self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
+        super().__init__(model, parallel, mesh)
+        self.core, self.scale, device = model, 1.0, mesh.device
+        self.reduces_each = parallel.reduces_each_micro_batch
         self.outer: nn.Module = model
-        device = mesh.device
         if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.model_parallel_size == 1:
             self.outer = DistributedDataParallel(
                 model,
@@ -63,15 +70,10 @@ class ParallelModel(StepModel):
             # they are constants, equal on every rank; torch renamed the argument in 2.13, and kept the attribute
             self.outer.broadcast_buffers = False
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
-        sharded = isinstance(model, FSDPModule)
-        self.reduces_each = parallel.reduces_each_micro_batch
-        self.precision = parallel.precision
-        self.autocast_dtype = None if sharded else COMPUTE_DTYPE.get(parallel.precision)
-        self.device_type = device.type
 
     def forward(self, prepared: Any) -> torch.Tensor:
         """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective with parts."""
-        with nullcontext() if self.autocast_dtype is None else torch.autocast(self.device_type, self.autocast_dtype):
+        with self.autocast():
             return self.outer(prepared)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
@@ -87,23 +89,17 @@ class ParallelModel(StepModel):
         """Accumulate gradients; ranks reduce them with the last micro-batch, or `parallel.gradient_reduction`: each."""
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
-            with self._micro_step(last=index == len(micro_batches) - 1):
+            last = index == len(micro_batches) - 1
+            if isinstance(self.core, FSDPModule):
+                self.core.set_is_last_backward(last or self.reduces_each)
+                self.core.set_requires_gradient_sync(last or self.reduces_each)
+                self.core.set_requires_all_reduce(last)
+            is_ddp = isinstance(self.outer, DistributedDataParallel)
+            with self.outer.no_sync() if is_ddp and not last else nullcontext():  # type: ignore[operator]
                 loss = self(prepared)
                 (loss * (self.scale * factor / targets)).sum().backward()
             total += loss.detach()
         return total / targets
-
-    @contextmanager
-    def _micro_step(self, last: bool) -> Iterator[None]:
-        if isinstance(self.outer, DistributedDataParallel) and not last:
-            with self.outer.no_sync():
-                yield
-            return
-        if isinstance(self.core, FSDPModule):
-            self.core.set_is_last_backward(last or self.reduces_each)
-            self.core.set_requires_gradient_sync(last or self.reduces_each)
-            self.core.set_requires_all_reduce(last)
-        yield
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:
@@ -116,11 +112,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
     # one group for each mesh: torch's norm takes no list of tensors on different meshes
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            groups.setdefault(mesh_of(parameter), []).append(parameter)
+        if (gradient := parameter.grad) is None:
+            continue
+        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
+            # the gradient of a norm over some of the tokens is a partial sum
+            parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter).placements)
+        groups.setdefault(mesh_of(parameter), []).append(parameter)
     norms = []
     for group in groups.values():
-        gradients = [_placed_as_parameter(parameter) for parameter in group if id(parameter) not in tied]
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None and id(parameter) not in tied]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
         # a DTensor's norm is a partial sum until it is reduced
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -135,14 +135,3 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
         for group in groups.values():
             nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=True)
     return total
-
-
-def _placed_as_parameter(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient with the parameter's placements: of a norm over some of the tokens it is a partial sum."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor):
-        placements = cast(DTensor, parameter).placements
-        if gradient.placements != placements:
-            gradient = parameter.grad = gradient.redistribute(placements=placements)
-    return gradient

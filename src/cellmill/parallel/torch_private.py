@@ -33,6 +33,13 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
     import torch.distributed.tensor
 
+# multiplies all tensors of a device in place, in one kernel: tests/distributed/test_loss_scale.py
+scale_all = torch._foreach_mul_
+# moves tensors of a device by a share of the way to others, in place: tests/distributed/test_average.py
+move_all = torch._foreach_lerp_
+# writes the allocations that `record_memory` recorded, for pytorch.org/memory_viz, to a path
+write_memory_record = torch.cuda.memory._dump_snapshot
+
 
 def is_dtensor(tensor: torch.Tensor | None) -> "TypeGuard[torch.distributed.tensor.DTensor]":
     """True for a DTensor, known by its mesh: a process without one does not import the class."""
@@ -46,10 +53,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return all axes of `mesh` as one axis `name`, always the same one: tests/distributed/test_conformance.py.
-
-    Collective: every rank.
-    """
+    """Return all axes of `mesh` as one axis `name`: tests/distributed/test_conformance.py. Collective: every rank."""
     return mesh._flatten(name)
 
 
@@ -62,16 +66,6 @@ def set_group_timeouts(timeout: timedelta) -> None:
     for group in list(distributed_c10d._world.pg_map):
         if isinstance(group, dist.ProcessGroup):
             set_timeout(timeout, group)
-
-
-def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors of a device in place, in one kernel: tests/distributed/test_loss_scale.py."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def move_all(tensors: list[torch.Tensor], targets: list[torch.Tensor], share: float) -> None:
-    """Move tensors of a device by a share of the way to others, in place: tests/distributed/test_average.py."""
-    torch._foreach_lerp_(tensors, targets, share)
 
 
 def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int) -> None:
@@ -107,12 +101,5 @@ def overload_packet(operator: Any) -> Any:
 
 def record_memory(max_entries: int | None) -> None:
     """Record allocations on a GPU, or with None stop. Documented by torch in spite of its name; no test has a GPU."""
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
-
-
-def write_memory_record(path: str) -> None:
-    """Write the recorded allocations, for pytorch.org/memory_viz. As `record_memory`."""
-    torch.cuda.memory._dump_snapshot(path)
+    given: Any = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
+    torch.cuda.memory._record_memory_history(**given)

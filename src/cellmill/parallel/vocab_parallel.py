@@ -1,13 +1,11 @@
 """Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks; ordered sums.
 
-Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks. The
-losses are in `parallel.likelihoods`.
+Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks.
 
 Sums of rows by cell, and the backward pass of rows by index, add in one order on every device and number of threads.
 On a GPU `index_add` adds in the order in which its threads arrive, and so does the backward pass of `x[index]` on
-several threads of a CPU. Sums then differ in their last bits between runs and between tensor-parallel ranks, whose
-copies of a replicated parameter would drift apart. The sums here are those of bags of rows, each added by one thread
-from first to last: on one thread of a CPU they equal torch's operations bit by bit.
+several threads of a CPU: tensor-parallel ranks, for one, would drift apart. The sums here are of bags of rows, each
+added by one thread from first to last: on one thread of a CPU they equal torch's operations bit by bit.
 
 Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the table.
 """
@@ -36,12 +34,14 @@ def embed_bags(
     tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over a cell's tokens."""
+
+    def sums(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return _bags(table, rows, cu_seqlens.to(rows.dtype), values.to(table.dtype))
+
     if not is_dtensor(table):
-        return _sum_bags(tokens, values, cu_seqlens, table)
+        return sums(tokens, values, table)
     n_cells = len(cu_seqlens) - 1
-    return _over_ranks(
-        tokens, table, n_cells, lambda rows, inside, own: _sum_bags(rows, values * inside, cu_seqlens, own)
-    )
+    return _over_ranks(tokens, table, n_cells, lambda rows, inside, own: sums(rows, values * inside, own))
 
 
 def _over_ranks(
@@ -61,15 +61,6 @@ def _over_ranks(
     dt = torch.distributed.tensor
     part = dt.DTensor.from_local(found, table.device_mesh, [dt.Partial()])
     return part.redistribute(placements=[dt.Replicate()]).to_local()
-
-
-def _sum_bags(
-    tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
-    weights = values.to(table.dtype)
-    return F.embedding_bag(
-        tokens, table, cu_seqlens.to(tokens.dtype), per_sample_weights=weights, mode="sum", include_last_offset=True
-    )
 
 
 def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -145,6 +136,8 @@ class _RowsAt(torch.autograd.Function):
         return _bags(grad.float(), order, starts).to(grad.dtype), None
 
 
-def _bags(rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows `order[starts[c]:starts[c + 1]]` for each c, (C, H)."""
-    return F.embedding_bag(order, rows, starts, mode="sum", include_last_offset=True)
+def _bags(
+    rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums of the rows `order[starts[c]:starts[c + 1]]`, times `weights`, for each c, (C, H)."""
+    return F.embedding_bag(order, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.attention import attention
-from cellmill.models.blocks import Entry
+from cellmill.models.blocks import Entry, attention
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective

@@ -88,7 +88,7 @@ class ScgptConfig(PostNormConfig):
 class ProfileConfig(GeneVectorsConfig, ResidualConfig):
     """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.profile:ProfileModel"
+    implementation: ClassVar[str] = "cellmill.models.families.encoder:ProfileModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("scalar",)
     objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
     weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "ffn_width")

@@ -186,7 +186,7 @@ class SupervisedContrastiveConfig(LabelConfig):
     """Supervised contrastive loss: separate cells of one label from all others of the global batch, by their embeddings
     (Khosla et al. 2020). Model cards and tables mark the run as supervised."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.contrastive:SupervisedContrastive"
+    implementation: ClassVar[str] = "cellmill.models.objectives.labels:SupervisedContrastive"
 
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
     temperature: float = Field(0.1, gt=0)
@@ -395,7 +395,7 @@ class PerturbationResponseConfig(DecodingConfig):
     """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
     predict a control's expression under a perturbation. Task perturbation evaluates it."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
+    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["hidden"]] = "hidden"
     label_option: ClassVar[str | None] = "perturbation_column"

@@ -39,7 +39,7 @@ from cellmill.evaluate.scores import EMBEDDING, divide
 from cellmill.evaluate.task import PCA_CELLS, Context, pca
 from cellmill.evaluate.tasks.genes import expression_statistics, features_of, gene_features, loadings_of
 from cellmill.models.gene_vectors import read_vectors
-from cellmill.models.objectives.perturbation_response import PerturbationResponse
+from cellmill.models.objectives.cell_decoding import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
 _NO_STRATUM = -1

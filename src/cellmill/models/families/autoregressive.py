@@ -1,14 +1,12 @@
 """The causal transformer, and cells drawn from it.
 
 A token's embedding has its gene, its value and the logarithm of its rank, so the model knows how far a cell has come.
-The state of a token is a function of the tokens up to it. Values are therefore not centred within the cell as in the
-encoder, since the cell's mean tells of later values; and a cell that is generated needs its depth, which says how many
-genes are still to come. Heads come from the objective.
+Values are not centred within the cell as in the encoder, since the cell's mean depends on later values; and a generated
+cell needs its depth, which says how many genes are still to come.
 
-Cells are drawn gene by gene, with the keys and values of earlier tokens kept. All cells that are generated together
-have the same length at any time, so their keys and values are dense tensors; a cell that ends leaves them. Draws are
-keyed by seed, cell and position (Gumbel-max, Maddison et al. 2014), and all is computed in float64: float32 would
-round differently for other batches, and a cell would depend on those beside it.
+Cells are drawn gene by gene. All cells that are generated together have the same length at any time; a cell that ends
+leaves them. Draws are keyed by seed, cell and position (Gumbel-max, Maddison et al. 2014), and all is computed in
+float64: float32 would round differently for other batches, and a cell would depend on those beside it.
 
 Legend: T tokens of the batch, C cells, N genes of each cell so far, V tokens of the vocabulary, H hidden, h heads, d
 width of a head.
@@ -24,6 +22,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.families import AutoregressiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.models.batch import EncoderBatch
+from cellmill.models.blocks import Block
 from cellmill.models.cell_encoder import TokenEncoder, mean_state
 from cellmill.models.counter_rng import keyed_bits
 from cellmill.models.families.encoder import pre_norm_blocks, value_embedding
@@ -58,17 +57,15 @@ class AutoregressiveModel(TokenEncoder):
 
     def inputs(self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their cells from 0."""
-        x = embed_tokens(genes, self.gene_embedding.weight) + self.rank_embedding(self._rank_buckets(places))
+        # floor(log2(place + 1)), exact below 2**24; cells of padding may be longer than any other
+        buckets = torch.frexp((places + 1).float()).exponent.long() - 1
+        ranks = self.rank_embedding(buckets.clamp(max=self.rank_embedding.num_embeddings - 1))
+        x = embed_tokens(genes, self.gene_embedding.weight) + ranks
         if self.value_embedding is None:
             return x
         if values.is_floating_point():
             values = values[:, None].to(next(self.value_embedding.parameters()).dtype)
         return x + self.value_embedding(values)
-
-    def _rank_buckets(self, places: torch.Tensor) -> torch.Tensor:
-        """floor(log2(place + 1)), (T,) int64; cells of padding may be longer than any other."""
-        buckets = torch.frexp((places + 1).float()).exponent - 1  # exact below 2**24
-        return buckets.long().clamp(max=self.rank_embedding.num_embeddings - 1)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
@@ -103,30 +100,27 @@ class GeneratedCell:
 
 
 class Cache:
-    """Keys and values of the tokens of C cells, block by block."""
+    """Keys and values of the tokens of C cells, (C, h, N, d) each, block by block."""
 
-    def __init__(self, model: AutoregressiveModel, cells: int) -> None:
+    def __init__(self, model: AutoregressiveModel) -> None:
         self.model, self.n_tokens = model, 0
-        self.blocks: list[Any] = list(model.blocks)
-        heads = [(block.qkv.out_features // 3 // block.head_width, block.head_width) for block in self.blocks]
-        empty = [torch.empty(cells, h, 0, d, dtype=torch.float64, device=model.start.device) for h, d in heads]
-        self.keys, self.values = list(empty), list(empty)
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def append(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
-        model = self.model
-        x = model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
-        self.n_tokens += 1
-        for index, block in enumerate(self.blocks):
-            query, key, value = (part[:, :, None] for part in block.before(x))
-            self.keys[index] = torch.cat([self.keys[index], key], dim=2)
-            self.values[index] = torch.cat([self.values[index], value], dim=2)
-            attended = F.scaled_dot_product_attention(query, self.keys[index], self.values[index])
-            x = block.after(x, attended.flatten(1), None)
-        return model.norm(x)
+        x, kept = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens)), []
+        for index, block in enumerate(cast(list[Block], self.model.blocks)):
+            query, *new = (part[:, :, None] for part in block.before(x))
+            if self.n_tokens:
+                new = [torch.cat(parts, dim=2) for parts in zip(self.kept[index], new)]
+            keys, values = new
+            x = block.after(x, F.scaled_dot_product_attention(query, keys, values).flatten(1), None)
+            kept.append((keys, values))
+        self.n_tokens, self.kept = self.n_tokens + 1, kept
+        return self.model.norm(x)
 
     def keep(self, cells: torch.Tensor) -> None:
-        self.keys, self.values = ([part[cells] for part in parts] for parts in (self.keys, self.values))
+        self.kept = [(keys[cells], values[cells]) for keys, values in self.kept]
 
 
 @torch.inference_mode()
@@ -136,7 +130,7 @@ def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range)
     done: dict[int, GeneratedCell] = {}
     numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
     genes, values = numbers.new_empty(len(cells), 0), torch.empty(len(cells), 0, device=numbers.device)
-    cache, states = Cache(model, len(cells)), model.start.expand(len(cells), -1)
+    cache, states = Cache(model), model.start.expand(len(cells), -1)
     while len(numbers):
         place = genes.shape[1]
         ends = ends_before(model, states, numbers, sampling, place)

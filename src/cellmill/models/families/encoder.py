@@ -1,10 +1,13 @@
-"""The encoder: gene embedding plus value embedding, pre-norm blocks, a norm; heads come from the objective.
+"""Encoders of the genes of a cell, a set without positions; heads come from the objective.
 
-There are no positional embeddings, because the genes of a cell are a set. Only the rank tokenizer has places, as its
-values. The autoencoder adds a linear bottleneck behind the pooled states, whose output is the cell embedding; the
-objective's decoder reads nothing else of the cell.
+`encoder`: gene embedding plus value embedding, pre-norm blocks, a norm. Only the rank tokenizer has places, as its
+values. `autoencoder` adds a linear bottleneck behind the pooled states, whose output is the cell embedding.
 
-Legend: T tokens of the batch, N targets, H hidden.
+`profile`: the sum of value times gene embedding over a cell, then residual feed-forward blocks: a perceptron on the
+cell's log-normalised profile, whose first matrix is the gene embedding. Rows of its residual stream are cells, not
+tokens: a cell costs the same whatever its depth.
+
+Legend: T tokens of the batch, N targets, C cells, H hidden.
 """
 
 import math
@@ -15,24 +18,25 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.families import AutoencoderConfig, AutoregressiveConfig, EncoderConfig
+from cellmill.config.parts.families import AutoencoderConfig, AutoregressiveConfig, EncoderConfig, ProfileConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, with_extra_tokens
-from cellmill.models.blocks import Block
+from cellmill.models.blocks import Block, FeedForward
 from cellmill.models.cell_encoder import (
+    CellEncoder,
     CovariateEmbedding,
     CovariatePrefix,
     TokenEncoder,
     attended_state,
     first_state,
     mean_state,
-    padded_state,
 )
+from cellmill.models.family import ParallelPlan
 from cellmill.models.gene_vectors import GeneVectors, attach_gene_vectors
 from cellmill.models.initial import STD, Fill, normal, with_std, zeros
 from cellmill.models.objective import Objective
-from cellmill.parallel.vocab_parallel import embed_tokens
+from cellmill.parallel.vocab_parallel import embed_bags, embed_tokens
 
 ALL = slice(None)
 
@@ -70,7 +74,6 @@ class EncoderModel(TokenEncoder):
         return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the objective's view, with a token before each cell for pooling cls."""
         return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
 
     def embed(self, batch: Batch) -> torch.Tensor:
@@ -92,10 +95,17 @@ class EncoderModel(TokenEncoder):
         for block in self.blocks:
             assert isinstance(block, Block)
             x = block.padded(x, inside)
-        return padded_state(self.norm(x), inside, self.pooling, getattr(self, "pool_query", None))
+        states = self.norm(x)
+        if self.pooling == "cls":
+            return states[:, 0]
+        weights = inside.to(states.dtype)
+        if self.pooling == "attention":
+            scores = states @ self.pool_query * states.shape[-1] ** -0.5
+            weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
+        return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _with_cell_tokens(self, batch: Batch) -> Batch:
-        """One token before each cell, without a gene: no target."""
+        """For pooling cls, a token before each cell, without a gene: no target."""
         return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
@@ -139,14 +149,13 @@ class EncoderModel(TokenEncoder):
 
 def pre_norm_blocks(config: EncoderConfig | AutoregressiveConfig, causal: bool = False) -> nn.ModuleList:
     """Blocks whose layers into the residual stream start small, as in GPT-2."""
-    blocks = [
-        Block(config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal)
-        for index in range(config.layers)
-    ]
-    for block in blocks:
+    blocks = nn.ModuleList()
+    for index in range(config.layers):
+        block = Block(config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal)
         for layer in (block.out, block.down):
             with_std(layer, STD / math.sqrt(2 * config.layers))
-    return nn.ModuleList(blocks)
+        blocks.append(block)
+    return blocks
 
 
 def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
@@ -176,3 +185,54 @@ class AutoencoderModel(EncoderModel):
         """(T, H) -> (cells, latent) float32."""
         pooled = super().cell_vectors(states, prepared)
         return pooled if self.config.latent is None else self.bottleneck(pooled.to(states.dtype)).float()
+
+
+class ProfileModel(CellEncoder):
+    plan = ParallelPlan(
+        blocks="blocks",
+        compiled=("inner",),
+        tensor={"gene_embedding": "vocabulary", "blocks.*.up": "columns", "blocks.*.down": "rows"},
+        begin=("gene_embedding",),
+    )
+    gene_rows = frozenset({"gene_embedding.weight"})
+    gene_vectors: GeneVectors | None
+
+    def __init__(self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+        super().__init__(objective)
+        self.width = hidden = config.hidden
+        self.dropout = config.dropout
+        n_tokens = n_genes + len(SPECIAL)
+        self.gene_embedding = nn.Embedding(n_tokens, hidden)
+        attach_gene_vectors(self, config, n_tokens)
+        self.blocks = nn.ModuleList(
+            FeedForward(hidden, config.ffn_width, config.dropout, index) for index in range(config.layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.attach_heads(n_tokens)
+
+    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+        """(C, H): the values times the gene embeddings, summed over each cell."""
+        sums = partial(embed_bags, prepared.genes, prepared.values, prepared.cu_seqlens)
+        x = sums(self.gene_embedding.weight)
+        return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
+
+    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        keys = prepared.cell_keys if self.training and self.dropout else None
+        for block in self.blocks:
+            x = block(x, keys)
+        return x
+
+    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def sums(table: torch.Tensor) -> torch.Tensor:
+            return (values[:, None] @ F.embedding(genes, table))[:, 0]
+
+        x = sums(self.gene_embedding.weight)
+        if self.gene_vectors is not None:
+            x = x + self.gene_vectors(sums)
+        for block in self.blocks:
+            assert isinstance(block, FeedForward)
+            x = block.inner(x, None)
+        return self.norm(x)
+
+    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+        return states.float()  # rows are cells already

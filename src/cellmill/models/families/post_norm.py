@@ -1,11 +1,11 @@
 """Transformers of post-norm blocks (Vaswani et al. 2017): the families `bert` and `scgpt`.
 
 `bert` is BERT (Devlin et al. 2019) over genes in rank order, the architecture of Geneformer (Theodoris et al. 2023).
-Only one row of BERT's token-type embedding is used; `cellmill import` adds it to the places. Dropout is on the residual
-branches alone: BERT's dropout on embeddings and attention weights is left out.
+Only one row of BERT's token-type embedding is used; `cellmill import` adds it to the places. BERT's dropout on
+embeddings and attention weights is left out.
 
-`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number. It has no places,
-because the genes of a cell are a set. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
+`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number, without places. The
+cell's vector is divided by its length (L2), as in scGPT's embeddings.
 
 Legend: T tokens of the batch, N targets, H hidden.
 """
@@ -71,11 +71,7 @@ class PostNormEncoder(TokenEncoder):
         self.norm = Entry()  # each block ends with a norm
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        return self.with_ends(super().view(batch, seed=seed, step=step))
-
-    def with_ends(self, batch: Batch) -> Batch:
-        """Return the batch with <cls> and <eos>, as the options say."""
-        return with_ends(batch, self.config.n_ends)
+        return with_ends(super().view(batch, seed=seed, step=step), self.config.n_ends)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         return self.enter(self.inputs(prepared))
@@ -94,9 +90,9 @@ class PostNormEncoder(TokenEncoder):
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
-        prepared = EncoderBatch.prepared(self.with_ends(batch))
+        prepared = EncoderBatch.prepared(with_ends(batch, self.config.n_ends))
         last = len(self.blocks) + self.config.embed_layer
-        return self.cell_vectors(self.first_blocks(self.begin(prepared), prepared, last), prepared)
+        return self.cell_vectors(self.through(self.begin(prepared), prepared, last), prepared)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
@@ -115,16 +111,13 @@ class BertModel(PostNormEncoder):
         self.attach_heads(self.n_tokens)
 
     def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place."""
-        genes, places = prepared.genes[at], self._places(prepared)[at]
-        return self.embedding_norm(self.embedded_genes(genes) + F.embedding(places, self.place_embedding.weight))
-
-    def _places(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T,) int64: position of each token in its cell, <cls> and <eos> counted."""
-        if not self.config.n_ends:
-            return prepared.values  # of the rank tokenizer
-        # padding is longer than a cell may be, or has no <cls>: it is read by nobody
-        return prepared.place.clamp(max=len(self.place_embedding.weight) - 1)
+        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place, <cls> and <eos> counted."""
+        places = prepared.values  # of the rank tokenizer
+        if self.config.n_ends:
+            # padding is longer than a cell may be, or has no <cls>: it is read by nobody
+            places = prepared.place.clamp(max=len(self.place_embedding.weight) - 1)
+        genes = self.embedded_genes(prepared.genes[at])
+        return self.embedding_norm(genes + F.embedding(places[at], self.place_embedding.weight))
 
 
 class ScgptModel(PostNormEncoder):

@@ -1,9 +1,8 @@
 """A model of the transformers library: run on packed batches, and written as a folder for `from_pretrained`.
 
 The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` takes
-their place. Embeddings, position tables and attention masks before the blocks, and norms after them, remain
-transformers' own code: the part before the blocks runs until it reaches the passage, which keeps the arguments that the
-blocks are called with.
+their place. What is before and behind the blocks remains transformers' own code: the part before them runs until it
+reaches the passage, which keeps the arguments that the blocks are called with.
 
 transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch;
 `token_budget` counts the tokens without padding. The head of masked_gene has the form of the language-model head of
@@ -16,9 +15,9 @@ Legend: B cells, L tokens of the longest with its special tokens, T tokens witho
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -36,8 +35,8 @@ from cellmill.models.batch import EncoderBatch
 from cellmill.models.cell_encoder import CellEncoder, mean_state
 from cellmill.models.export import load_model
 from cellmill.models.family import ParallelPlan
-from cellmill.models.hf.weights import FolderWeights, fill_of, values_of_buffers
-from cellmill.models.initial import Fill
+from cellmill.models.hf.weights import FolderWeights, values_of_buffers
+from cellmill.models.initial import Fill, default_fill
 from cellmill.models.objective import Objective
 
 UNUSED = ("pooler", "contact_head")
@@ -81,21 +80,17 @@ class HfModel(CellEncoder):
             if getattr(body, name, None) is not None:
                 setattr(body, name, None)
         lists = {path: len(module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList)}
-        if given.num_hidden_layers not in lists.values():
-            raise ConfigError(
-                f"model.family hf: {type(body).__name__} has no list of {given.num_hidden_layers} blocks; choose "
-                "another model"
-            )
-        self.blocks_path = next(path for path, n in lists.items() if n == given.num_hidden_layers)  # the outermost
+        n_blocks = given.num_hidden_layers
+        if n_blocks not in lists.values():
+            raise ConfigError(f"model.family hf: {type(body).__name__} has no list of {n_blocks} blocks; set another")
+        self.blocks_path = next(path for path, n in lists.items() if n == n_blocks)  # the outermost
         self.blocks = body.get_submodule(self.blocks_path)
         self.is_causal = any(getattr(module, "is_causal", False) for module in self.blocks.modules())
         self.passage = Passage()
         body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
         self.body, self.width = body, int(given.hidden_size)
-        self.pad_id, self.begin_id, self.end_id = (
-            given.pad_token_id,
-            *((ids or {}).get(name) for name in ("begin", "end")),
-        )
+        self.pad_id = given.pad_token_id
+        self.begin_id, self.end_id = ((ids or {}).get(name) for name in ("begin", "end"))
         numbers = list(range(n_tokens)) if ids is None else [ids[name] for name in ("pad", "mask", *RESIDUES)]
         self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.register_buffer("token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False)
@@ -194,33 +189,35 @@ class HfModel(CellEncoder):
         folder = None
         if self.config.weights == "pretrained":
             folder = FolderWeights(self.config, self.body.base_model_prefix)
-        buffers = values_of_buffers(AutoModel, self.body.config)
+        buffers, table = values_of_buffers(AutoModel, self.body.config), self.body.get_input_embeddings()
+
+        def rule(module: nn.Module, path: str, name: str) -> Fill | None:
+            full = f"{path}.{name}".removeprefix(".")
+            if full in buffers:
+                return lambda tensor, generator: tensor.copy_(buffers[full])
+            if folder is None or (self.has_own_ids and module is table):
+                return default_fill(module, name, std)
+            return folder.fill(full)
+
         for prefix, module in self.named_modules():
-            if prefix.split(".")[0] in ("body", "blocks"):
-                module.initial_value = self._rule(prefix, module, std, folder, buffers)
+            path = prefix.removeprefix("body.").removeprefix("body")
+            if prefix.split(".")[0] == "blocks":
+                path = f"{self.blocks_path}{prefix.removeprefix('blocks')}"
+            elif prefix.split(".")[0] != "body":
+                continue
+            module.initial_value = partial(rule, module, path)
         self.pretrained = None if self.has_own_ids else folder  # a head over other tokens would fit no answer
         if self.pretrained is not None and hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps"):
             for path in ("head.0", "head.2"):
                 module = self.get_submodule(path)
-                module.initial_value = self.pretrained.rule_of_head(path, module)  # type: ignore[assignment]
+                module.initial_value = partial(self._head_rule, module, path)  # type: ignore[assignment]
             self.get_submodule("head.2").eps = self.body.config.layer_norm_eps
 
-    def _rule(
-        self, prefix: str, module: nn.Module, std: float, folder: FolderWeights | None, buffers: dict[str, torch.Tensor]
-    ) -> Callable[[str], Fill | None]:
-        theirs = prefix.removeprefix("body.").removeprefix("body")
-        if prefix.startswith("blocks"):
-            theirs = f"{self.blocks_path}{prefix.removeprefix('blocks')}"
-
-        def rule(name: str) -> Fill | None:
-            full = f"{theirs}.{name}".removeprefix(".")
-            if full in buffers:
-                return lambda tensor, generator: tensor.copy_(buffers[full])
-            random = fill_of(module, name, std)
-            resized = self.has_own_ids and module is self.body.get_input_embeddings()
-            return random if folder is None or resized else folder.fill(full)
-
-        return rule
+    def _head_rule(self, module: nn.Module, path: str, name: str) -> Fill | None:
+        random = default_fill(module, name)
+        assert self.pretrained is not None
+        assert random is not None
+        return self.pretrained.fill_head(f"{path}.{name}", random)
 
     def initial_value(self, name: str) -> Fill | None:
         """The table of token ids; the bias of a folder's head; else the objective's."""

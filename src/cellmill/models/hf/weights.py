@@ -1,9 +1,6 @@
-"""Initial values of a model of transformers: random with its config's spread, or those of a folder, by name.
+"""Initial values of a model of transformers from a folder, by name. Only safetensors are read, never a pickle."""
 
-Only safetensors are read; a pickle is never opened.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +13,7 @@ from torch import nn
 from cellmill.config.parts.families import HfConfig, model_folder
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
-from cellmill.models.initial import STD, Fill, normal, ones, zeros
+from cellmill.models.initial import Fill
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 HEADS = (
@@ -26,25 +23,8 @@ HEADS = (
 """Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM, RoBERTa, and of BERT."""
 
 
-def fill_of(module: nn.Module, name: str, std: float) -> Fill | None:
-    """Rule of transformers' `_init_weights`: Normal(0, std) for matrices, 1 and 0 for norms; None if unknown."""
-    kind = type(module).__name__
-    if kind.endswith("Norm"):
-        return {"weight": ones, "bias": zeros}.get(name)
-    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
-        return normal(std) if name == "weight" else zeros
-    return None
-
-
 def values_of_buffers(auto: Any, config: Any) -> dict[str, torch.Tensor]:
     """Every buffer of the model that `auto` makes of `config`, by name, on the CPU. Parameters take no memory."""
-    with torch.device("cpu"), _parameters_on_meta():
-        model = auto.from_config(config)
-    return dict(model.named_buffers())
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -52,7 +32,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with torch.device("cpu"):
+            return dict(auto.from_config(config).named_buffers())
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -69,17 +50,6 @@ class FolderWeights:
             return model_folder(self.config.path or "", self.config.revision)
         except ValueError as error:
             raise DataError(f"model.{error}") from None
-
-    def rule_of_head(self, path: str, module: nn.Module) -> Callable[[str], Fill | None]:
-        """Rule for `models.initial` of the module at `path`, a linear layer or norm of masked_gene's head."""
-
-        def rule(name: str) -> Fill | None:
-            random: Fill = ones if isinstance(module, nn.LayerNorm) and name == "weight" else zeros
-            if isinstance(module, nn.Linear) and name == "weight":
-                random = normal(STD)
-            return self.fill_head(f"{path}.{name}", random)
-
-        return rule
 
     def fill_head(self, name: str, random: Fill, rows: torch.Tensor | None = None) -> Fill:
         """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the folder has none."""
@@ -113,13 +83,8 @@ class FolderWeights:
 
     def read(self, stored: str) -> torch.Tensor:
         """The tensor with this name in the folder, float32."""
-        path = self._files[stored]
-        require_file(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(stored).float()
-        except SafetensorError as error:
-            raise DataError(f"{path}: damaged: {error}") from None
+        with _opened(self._files[stored]) as file:
+            return file.get_tensor(stored).float()
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -131,11 +96,8 @@ class FolderWeights:
             return {name: self.folder / file for name, file in files.items()}
         path = self.folder / WEIGHTS
         if path.is_file():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    return dict.fromkeys(file.keys(), path)
-            except SafetensorError as error:
-                raise DataError(f"{path}: damaged: {error}") from None
+            with _opened(path) as file:
+                return dict.fromkeys(file.keys(), path)
         if (self.folder / PICKLE).is_file():
             raise DataError(
                 f"{self.folder}: {PICKLE} is a pickle, which is never opened; where you trust it, convert it with "
@@ -155,3 +117,13 @@ class FolderWeights:
             if all(stored.values()):
                 return {ours: str(theirs) for ours, theirs in stored.items()}
         return {}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    require_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise DataError(f"{path}: damaged: {error}") from None

@@ -4,14 +4,21 @@ A view of each cell is encoded and pooled to a vector; a decoder turns it into a
 cross-entropy with the hidden expression is the loss. Which genes are on is what a cell is: values of detected genes
 alone are mostly sequencing depth. With `weights: counts` this is the multinomial likelihood of the hidden counts given
 their sum, divided by the sum; with `likelihood: nb` the negative binomial likelihood of all genes' hidden counts, zeros
-included, also divided by the sum. `judge` compares with the mean profile of the training cells.
+included, also divided by the sum. With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both
+parts is added in training only. `judge` compares with the mean profile of the training cells.
 
-With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in training only.
+perturbation_response: the decoder is given the cell's vector plus a response to its perturbation, as in CPA (Lotfollahi
+et al. 2023, Mol. Syst. Biol. 19:e11517): a projection of what the decoder knows of the perturbed genes, a bias that all
+perturbations share, and a learned vector of each perturbation. Controls have no response. A perturbation that was not
+trained on has the first two, so it can be predicted if its gene is known; its learned vector stays zero. The loss is of
+binomial draws: the response has to explain the part of the counts that the cell's vector, made from the other part,
+does not.
 
-Legend: C cells with targets, D width of the decoder's last layer, V tokens of the vocabulary.
+Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M most genes of a
+perturbation, V tokens of the vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,16 +26,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from cellmill.config.parts.objectives import CellDecodingConfig, DenoiseConfig, PerturbationResponseConfig
+from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import EncoderBatch
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
 from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
-from cellmill.models.objectives.views import ViewBatch, draw_view
-from cellmill.parallel.likelihoods import nb_loss, profile_loss
-from cellmill.parallel.vocab_parallel import token_logits
+from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
+from cellmill.parallel.likelihoods import profile_loss
+from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
 
 
@@ -51,37 +59,31 @@ class DecodingBatch(EncoderBatch):
 class CellDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
-    config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
+    config: Decoding
     tensor = MappingProxyType({"profile_genes": "vocabulary"})
-
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        given = model.vector_width
-        self.row_widths = (1 + 2 * given,) if self.config.view_loss else ()
-        width = self.config.decoder_hidden or given
+        config, given = self.config, model.vector_width
+        self.row_widths = (1 + 2 * given,) if config.view_loss else ()
+        width, names = config.decoder_hidden or given, ["decoder", "profile_genes", "profile_bias"]
         model.decoder = nn.Identity()
-        if self.config.decoder_hidden:
+        if config.decoder_hidden:
             model.decoder = nn.Sequential(with_std(nn.Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        names = ("decoder", "profile_genes", "profile_bias", *self._attach_batch(model, width))
-        if not self._is_nb:
-            return names
-        model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
-        return (*names, "profile_dispersion")
-
-    def _attach_batch(self, model: Any, width: int) -> tuple[str, ...]:
-        column = self.config.batch_column
-        if column is None:
-            return ()
-        n_levels, rows = len(self.levels[column]), ["batch_terms.weight"]
-        model.batch_terms = LevelTerms(n_levels, width)
-        if self.config.batch_adversary is not None:
-            model.batch_adversary = Adversary(model.vector_width, n_levels, self.config.batch_adversary_scale)
-            rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
-        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
-        return tuple(dict.fromkeys(name.split(".")[0] for name in rows))
+        if (column := config.batch_column) is not None:
+            n_levels, rows = len(self.levels[column]), ["batch_terms.weight"]
+            model.batch_terms = LevelTerms(n_levels, width)
+            if config.batch_adversary is not None:
+                model.batch_adversary = Adversary(given, n_levels, config.batch_adversary_scale)
+                rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
+            model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
+            names += dict.fromkeys(name.split(".")[0] for name in rows)
+        if self._is_nb:
+            model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
+            names.append("profile_dispersion")
+        return tuple(names)
 
     def initial_value(self, name: str) -> Fill | None:
         """Initialize the bias to zero, and log dispersions to those of variance mean + mean squared."""
@@ -125,12 +127,10 @@ class CellDecoding(Objective):
     def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary's loss."""
         config, vectors = self.config, self._vectors(model, states, prepared)
-        decoded, table, bias = self._decoded(model, vectors, prepared), model.profile_genes.weight, model.profile_bias
+        decoded, table = self._decoded(model, vectors, prepared), model.profile_genes.weight
         hidden = prepared.entries, prepared.starts, prepared.genes_hidden, prepared.weights
-        if self._is_nb:
-            loss = nb_loss(decoded, table, bias, model.profile_dispersion, *hidden)
-        else:
-            loss = profile_loss(decoded, table, bias, *hidden)
+        dispersion = model.profile_dispersion if self._is_nb else None
+        loss = profile_loss(decoded, table, model.profile_bias, *hidden, dispersion)
         if prepared.shares is not None:
             for share, rows in zip(prepared.shares, self.rows(model, states, prepared)):
                 loss = loss + share.of(rows)
@@ -181,12 +181,86 @@ class CellDecoding(Objective):
         mean_profile = np.log(expressed / expressed.sum())
         n_cells = per_cell.sum()
         model, base = (float(-(weights * values).sum() / n_cells) for values in (log_p, mean_profile[genes]))
-        metrics = {
-            "n_targets": len(genes),
-            "cross_entropy": model,
-            "cross_entropy_mean_profile": base,
-            "saved_frac": 1 - model / base,
-        }
-        which = "hidden" if self.config.target == "hidden" else "all"
-        name, against = f"prediction of {which} genes", "mean profile of training cells"
+        metrics = {"n_targets": len(genes), "cross_entropy": model, "cross_entropy_mean_profile": base}
+        metrics["saved_frac"] = 1 - model / base
+        name = f"prediction of {'hidden' if self.config.target == 'hidden' else 'all'} genes"
+        against = "mean profile of training cells"
         return metrics, [compare(name, against, "nats cross-entropy", model - base, lower_is_better=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseBatch(DecodingBatch):
+    """Profiles to predict, and the perturbations of their cells."""
+
+    perturbation: torch.Tensor  # (C,) int64: number of the level; 0 for controls
+    perturbed: torch.Tensor  # (C, M) int64: token ids of perturbed genes, `<pad>` behind them
+
+
+class PerturbationResponse(CellDecoding):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: PerturbationResponseConfig
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        names, width = super().attach(model, n_tokens), model.vector_width
+        levels, known = self.levels[self.config.perturbation_column], self.config.perturbed_genes or {}
+        # no response at the start
+        model.response_genes = with_std(nn.Linear(self.config.decoder_hidden or width, width), 0.0)
+        model.response_terms = LevelTerms(len(levels), width, centered=False)
+        model.level_rows = {**model.level_rows, "response_terms.weight": self.config.perturbation_column}
+        self._genes = [[], *(known.get(level, []) for level in levels)]
+        self._excluded = {0, *(number for number, level in enumerate(levels, start=1) if level == MISSING)}
+        self._control = 1 + levels.index(self.config.control) if self.config.control in levels else 0
+        return (*names, "response_genes", "response_terms")
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
+        assert isinstance(batch, ViewBatch), "expected a view"
+        numbers = self.level_numbers(batch, self.config.perturbation_column)
+        known = ~torch.isin(numbers, torch.tensor([*self._excluded]))[batch.profile_cell]
+        parts = {name: getattr(batch, name)[known] for name in ("profile_cell", "profile_gene", "profile_count")}
+        prepared = super().prepare(replace(batch, **parts), seed=seed, step=step)
+        perturbation = numbers[prepared.target_cells]
+        return ResponseBatch(
+            **{field.name: getattr(prepared, field.name) for field in fields(prepared)},
+            perturbation=torch.where(perturbation == self._control, 0, perturbation),
+            perturbed=_padded([self._genes[number] for number in perturbation.tolist()]),
+        )
+
+    def _decoded(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """(C, D): last layer of the decoder, of vectors with the response to the cells' perturbations."""
+        assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
+        response = _response(model, prepared.perturbation, prepared.perturbed)
+        changed = vectors + response * (prepared.perturbation > 0)[:, None]
+        return super()._decoded(model, changed.to(vectors.dtype), prepared)
+
+    def log_profile(
+        self, model: Any, vectors: torch.Tensor, perturbation: str | None, genes: list[int]
+    ) -> torch.Tensor:
+        """(C, H) -> (C, V - special) float32: log of each gene's share of a cell's counts, in an average batch.
+
+        `perturbation` is a level, or another name, which has no learned vector; None for the cells as they are. `genes`
+        are token ids of its genes, maybe none.
+        """
+        if perturbation is not None:
+            levels = [*self.levels[self.config.perturbation_column]]
+            number = levels.index(perturbation) + 1 if perturbation in levels else 0
+            given = torch.tensor([number], device=vectors.device), _padded([genes]).to(vectors.device)
+            vectors = vectors + _response(model, *given)
+        logits = token_logits(model.decoder(vectors), model.profile_genes.weight, model.profile_bias)
+        return logits[:, len(SPECIAL) :].float().log_softmax(1)
+
+
+def _response(model: Any, perturbation: torch.Tensor, perturbed: torch.Tensor) -> torch.Tensor:
+    """(C,) and (C, M) -> (C, H): the term that a perturbation adds to the cell embedding."""
+    embedded = embed_tokens(perturbed.flatten(), model.profile_genes.weight).unflatten(0, perturbed.shape)
+    is_gene = (perturbed != PAD_TOKEN)[..., None]
+    mean = (embedded * is_gene).sum(1) / is_gene.sum(1).clamp(min=1)
+    response: torch.Tensor = model.response_genes(mean.to(embedded.dtype)) + model.response_terms(perturbation)
+    return response
+
+
+def _padded(genes: list[list[int]]) -> torch.Tensor:
+    """(C, M) int64, with M at least 1."""
+    most = max((len(of_cell) for of_cell in genes), default=1) or 1
+    rows = [of_cell + [PAD_TOKEN] * (most - len(of_cell)) for of_cell in genes]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), most)

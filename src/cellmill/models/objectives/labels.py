@@ -1,25 +1,33 @@
-"""classification, regression and distill: a label, a number, or another model's vector of a cell from its own vector.
+"""Targets per cell, from its own vector: a label, a number, another model's vector, or the cells of its label.
 
-The first two take the vectors that `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is
-divided by the number of cells with a target, over all processes. Cells without one, and cells of which nothing is
-shown, take no part. Validation has no dropout.
+The vectors are what `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is divided by the
+number of cells with a target, over all processes. Cells without one, and cells of which nothing is shown, take no part.
+Validation has no dropout.
 
 `classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the head are the levels
 of the label in the order of the corpus; a run that starts from another one takes over rows of the same name.
 
 `regression`: the head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the cells of
-the global batch (`train.batch_rows`); its predictions have neither scale nor offset, and are judged by r alone.
+the global batch; its predictions have neither scale nor offset, and are judged by r alone.
 
 `distill`: the mean squared error of a linear layer over the columns of the teacher's vector, which are standardised
-(`data.shards.index`): 1 for the mean of the cells, and over all of them the share of the teacher's variance that is
-not explained. Regression on hidden features of a teacher through a learned layer is the hint of FitNets (Romero et al.
-2015, equation 3). Beside an objective that draws a view, the model sees a part of each cell, of which the teacher saw
-all. Cells of `evaluate` have no vector: the embedding is judged by its tasks.
+(`data.shards.index`). Regression on hidden features of a teacher through a learned layer is the hint of FitNets
+(Romero et al. 2015, equation 3). Cells of `evaluate` have no vector: the embedding is judged by its tasks.
+
+`supervised_contrastive`: for each cell the mean, over the other cells p of its label in the global batch, of the
+cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors over a temperature
+(Khosla et al. 2020, equation 2, L_out); 0 for a cell without another of its label. There is no projection head. The
+published loss has two augmented views of each image; here a cell is encoded once, in a `sum` with cell_decoding its
+shown part, which changes from step to step.
+
+Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in training and in
+validation, whose loss therefore depends on train.global_batch too.
 
 Legend: C cells with a target, K labels, L levels (K, and one for cells without a label if there are any), H width of a
-cell's vector, D of the teacher's, S cells of a global batch with a number.
+cell's vector, D of the teacher's, S slots of a global batch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +37,15 @@ import torch
 from scipy.special import softmax
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from cellmill.config.parts.objectives import ClassificationConfig, DistillConfig, LabelConfig, RegressionConfig
+from cellmill.config.parts.objectives import (
+    ClassificationConfig,
+    DistillConfig,
+    LabelConfig,
+    RegressionConfig,
+    SupervisedContrastiveConfig,
+)
 from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_genes
@@ -41,6 +56,9 @@ from cellmill.models.objectives.terms import Reversed
 from cellmill.runs.verdict import Verdict, compare
 
 BINS = 15
+DROPOUT = -1  # key of the head's dropout, which no block has
+EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
+ANCHORS = 1024  # cells compared with all others at once
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
@@ -59,9 +77,6 @@ def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.n
     """Return each cell's highest probability, and whether its label is right, 0 or 1."""
     probabilities = softmax(logits, axis=1)
     return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
-
-
-DROPOUT = -1  # key of the head's dropout, which no block has
 
 
 class LabelHead(nn.Module):
@@ -95,12 +110,16 @@ class TargetBatch(EncoderBatch):
 
 
 class CellObjective(Objective):
-    """Base of objectives with one target per cell; they define `find_targets` and need a model with `cell_vectors`."""
+    """Base of objectives with one target per cell; they need a model with `cell_vectors`."""
 
     has_target_per_cell = True
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target of each cell, (cells, …), and which of them are known, (cells,) bool."""
+        raise NotImplementedError
+
+    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """(C, H) -> float32 predictions of the targets, which `judge` compares; `keys` (C,) key the dropout."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
@@ -109,17 +128,13 @@ class CellObjective(Objective):
         given = {"target_cells": cells, "targets": targets[cells], "n_targets": torch.tensor(len(cells))}
         return TargetBatch.prepared(batch, (seed, step), **given)
 
-    def target_vectors(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        """(C, H): vectors of the cells with a target."""
-        vectors: torch.Tensor = model.cell_vectors(states, prepared)[prepared.target_cells]
-        return vectors
+    def predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        """Return `predict` of the cells with a target."""
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
+        return self.predict(model, vectors, prepared.cell_keys[prepared.target_cells])
 
     def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
-        return prepared.targets, self._predicted(model, model.states(prepared), prepared)
-
-    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        """Predictions of the targets, which `judge` compares."""
-        raise NotImplementedError
+        return prepared.targets, self.predicted(model, model.states(prepared), prepared)
 
 
 class LabelObjective(CellObjective):
@@ -144,7 +159,6 @@ class Classification(LabelObjective):
     config: ClassificationConfig
     figure_names = ("accuracy",)
     n_sums = 2
-
     temperature: float | None = None
     """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
 
@@ -163,7 +177,7 @@ class Classification(LabelObjective):
         return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        logits = self._predicted(model, states, prepared)
+        logits = self.predicted(model, states, prepared)
         assert prepared.weights is not None
         if self.kept_sums is not None:
             right = (logits.argmax(1) == prepared.targets).sum()
@@ -174,16 +188,12 @@ class Classification(LabelObjective):
         right, n = sums
         return {"accuracy": right / n} if n else {}
 
-    def logits(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
         """(C, H) -> (C, K) float32: logits of cells with these vectors, with dropout if `keys` (C,) are given."""
-        logits: torch.Tensor = getattr(model, f"label_head{self.suffix}")(vectors, keys)
-        return logits[:, : len(self._weights)].float()
-
-    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
-        return self.logits(model, vectors, prepared.cell_keys[prepared.target_cells])
+        logits: torch.Tensor = getattr(model, f"label_head{self.suffix}")(vectors, keys)
+        return logits[:, : len(self._weights)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         labels, logits = observed
@@ -204,9 +214,6 @@ class Classification(LabelObjective):
         metrics |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
         name = f"classification of {self.config.label_column}"
         return metrics, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
-
-
-EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
 
 
 class Regression(CellObjective):
@@ -233,7 +240,7 @@ class Regression(CellObjective):
         return ((numbers - mean) / std).float(), numbers.isfinite()
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        predicted, targets = self._predicted(model, states, prepared), prepared.targets
+        predicted, targets = self.predicted(model, states, prepared), prepared.targets
         if self.kept_sums is not None:
             x, y = predicted.double(), targets.double()
             self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
@@ -246,7 +253,7 @@ class Regression(CellObjective):
 
     def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
         """(C, 3): 1, prediction and number."""
-        return (_rows(self._predicted(model, states, prepared), prepared.targets),)
+        return (_rows(self.predicted(model, states, prepared), prepared.targets),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(anticorrelation(table) for table in tables)
@@ -256,30 +263,26 @@ class Regression(CellObjective):
         variances = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
 
-    def _head(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
         predicted: torch.Tensor = getattr(model, f"number_head{self.suffix}")(vectors, keys)
         return predicted[:, 0].float()
 
     def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
         """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the column."""
         std, mean = self._scale
-        return self._head(model, vectors) * std + mean
-
-    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
-        return self._head(model, vectors, prepared.cell_keys[prepared.target_cells])
+        return self.predict(model, vectors) * std + mean
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         numbers, predicted = (values.astype(np.float64) for values in observed)
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []
         r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
-        std, name = self._scale[0], f"regression of {self.config.target_column}"
+        name = f"regression of {self.config.target_column}"
         metrics = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
         metrics["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
         if self.config.loss == "pearson":
             return metrics, [compare(name, "no correlation", "Pearson's r", metrics["pearson"])]
-        errors = (numbers - predicted) * std  # in the unit of the column
+        errors = (numbers - predicted) * self._scale[0]  # in the unit of the column
         metrics |= {"r2": r2, "mean_absolute_error": float(np.abs(errors).mean())}
         metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
@@ -302,15 +305,78 @@ class Distill(CellObjective):
         return vectors, vectors.isfinite().all(1)
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        return (self._predicted(model, states, prepared) - prepared.targets).square().mean(1).sum()
+        return (self.predicted(model, states, prepared) - prepared.targets).square().mean(1).sum()
 
-    def _predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        vectors = self.target_vectors(model, states, prepared).to(states.dtype)
+    def predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
         predicted: torch.Tensor = getattr(model, f"teacher_head{self.suffix}")(vectors)
         return predicted.float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         return {}, []
+
+
+class SupervisedContrastive(LabelObjective):
+    config: SupervisedContrastiveConfig
+    validates_rows = True
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        self.row_widths = (1 + model.vector_width,)
+        return ()
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        (rows,) = self.rows(model, states, prepared)
+        if prepared.shares is None:
+            return contrast(rows, self.config.temperature).float()
+        return prepared.shares[0].of(rows)
+
+    def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        """(C, 1 + H): label from 1 and vector of length 1."""
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
+        return (torch.cat([prepared.targets[:, None].to(vectors) + 1, F.normalize(vectors, dim=1)], dim=1),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(contrast(table, self.config.temperature) for table in tables)
+
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        """Return the label, from 1, and the vector of each cell."""
+        (rows,) = self.rows(model, model.states(prepared), prepared)
+        return prepared.targets + 1, rows[:, 1:]
+
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+        labels, vectors = (torch.from_numpy(array) for array in observed)
+        n = len(labels)
+        if n < 2:
+            return {"n_targets": n}, []
+        loss = float(contrast(torch.cat([labels[:, None].float(), vectors], dim=1), self.config.temperature)) / n
+        having = torch.bincount(labels)[labels] > 1
+        alike = float(having.double().mean()) * math.log(n - 1)
+        metrics = {"n_targets": n, "supervised_contrastive": loss, "supervised_contrastive_alike": alike}
+        name = f"supervised contrast of {self.config.label_column}"
+        return metrics, [compare(name, "equal vectors", "nats", loss - alike, lower_is_better=True)]
+
+
+def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and vector of length 1."""
+    labels, vectors = table[:, 0].detach(), table[:, 1:]
+    loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
+    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
+        given = labels, vectors, anchors, temperature
+        # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
+        loss = loss + checkpoint(_of_anchors, *given, use_reentrant=False, preserve_rng_state=False)
+    return loss
+
+
+def _of_anchors(labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float) -> torch.Tensor:
+    own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
+    other = (labels != 0) & (at != anchors[:, None])
+    positive = other & (labels == own) & (own != 0)
+    n = positive.sum(1)
+    logits = (vectors[anchors] @ vectors.T / temperature).masked_fill(~other, -torch.inf)
+    # rows without positives, whose logits may all be -inf, have those of zeros and are left out
+    below = torch.where(n[:, None] > 0, logits, 0).logsumexp(1)
+    mean = torch.where(positive, logits, 0).sum(1) / n.clamp(min=1)
+    return torch.where(n > 0, below - mean, 0).sum().double()
 
 
 def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,14 @@
 """masked_value and masked_gene: predict the values, or the genes, of masked tokens.
 
-A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place): a token is
-masked in every layout or in none. Hidden content is replaced before the model sees it. In training, `random_frac` of
-the masked tokens show random content instead and `keep_frac` their own (Devlin et al. 2019): a random gene of the
-vocabulary, or the value of a random visible gene of the cell. The second loss predicts the same targets from the cell's
-embedding and the visible half of each masked token (scGPT, Cui et al. 2024, GEPC).
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place). In
+training, `random_frac` of the masked tokens show random content and `keep_frac` their own (Devlin et al. 2019): a
+random gene of the vocabulary, or the value of a random visible gene of the cell. The second loss predicts the same
+targets from the cell's embedding and the visible half of each masked token (scGPT, Cui et al. 2024, GEPC).
 
 masked_value: cross-entropy of bins, squared error of continuous values. Genes differ far more in their mean than cells
-in a gene, so values are judged by R² *over the gene mean*, 1 - SSE(model) / SSE(gene mean), and by the correlation
-after subtracting the gene mean from both. Values depend on the sum of all counts of a cell, hidden ones included;
-`renormalize` computes what the model sees from visible counts alone. Without it, both metrics include this leak.
+in a gene, so values are judged by R² *over the gene mean*, and by the correlation after subtracting the gene mean from
+both. Values depend on the sum of all counts of a cell, hidden ones included; `renormalize` computes what the model sees
+from visible counts alone. Without it, both metrics include this leak.
 
 masked_gene: the output matrix is the gene embedding, the baseline the frequency of genes in the training cells.
 
@@ -32,7 +31,7 @@ from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
-from cellmill.models.objectives.views import visible_values
+from cellmill.models.objectives.views import tokens_of
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -61,25 +60,6 @@ class MaskedBatch(EncoderBatch):
         )
 
 
-def _with_random_values(
-    values: torch.Tensor,
-    hidden: torch.Tensor,
-    random: torch.Tensor,
-    visible: torch.Tensor,
-    keys: torch.Tensor,
-    cell: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, 0 where hidden and those of a `visible` token of the cell where `random`; and what is hidden then."""
-    donors = visible.nonzero().flatten()
-    n = torch.bincount(cell[donors], minlength=int(cell.max()) + 1 if len(cell) else 0)[cell]
-    first = torch.searchsorted(cell[donors], cell)
-    hidden, random = hidden | (random & (n == 0)), random & (n > 0)
-    chosen = (first + keyed_bits(keys, CONTENT) % n.clamp(min=1))[random]
-    shown = values.masked_fill(hidden, 0)
-    shown[random] = values[donors[chosen]]
-    return shown, hidden
-
-
 class MaskedObjective(Objective):
     """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
 
@@ -88,10 +68,15 @@ class MaskedObjective(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         hidden, self.n_tokens = model.width, n_tokens
-        model.head = _head(model, hidden)
+
+        def head(width: int) -> nn.Module:
+            norm = nn.LayerNorm(hidden, eps=model.head_norm_eps)
+            return nn.Sequential(nn.Linear(width, hidden), model.head_activation(), norm)
+
+        model.head = head(hidden)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
-            model.cell_head = _head(model, 2 * hidden)
+            model.cell_head = head(2 * hidden)
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, n_tokens))
 
@@ -117,14 +102,24 @@ class MaskedObjective(Objective):
         random = masked & ~kept & ~hidden
         genes, values, value_hidden = batch.genes, batch.values, torch.zeros_like(masked)
         if isinstance(config, MaskedValueConfig) and config.renormalize:
-            values = visible_values(batch, ~masked | kept, self.tokenizer)
+            assert batch.counts is not None, "the batch has no counts"
+            counts, values = batch.counts * (~masked | kept), torch.zeros_like(values)
+            given = (batch.genes.numpy(), counts.numpy(), batch.cu_seqlens.numpy())
+            values[counts > 0] = tokens_of(*given, self.tokenizer)["values"]
         if self.hides_gene:
             genes = genes.masked_fill(hidden, MASK_TOKEN)
             if splits:
                 others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (self.n_tokens - len(SPECIAL))
                 genes = torch.where(random, others, genes)
         else:
-            values, value_hidden = _with_random_values(values, hidden, random, is_gene & ~masked, keys, cell)
+            # random values are those of a visible token of the cell; in a cell without one they are hidden
+            donors = (is_gene & ~masked).nonzero().flatten()
+            n = torch.bincount(cell[donors], minlength=len(batch.lengths))[cell]
+            value_hidden, random = hidden | (random & (n == 0)), random & (n > 0)
+            first = torch.searchsorted(cell[donors], cell)
+            chosen = (first + keyed_bits(keys, CONTENT) % n.clamp(min=1))[random]
+            shown, values = values[donors[chosen]], values.masked_fill(value_hidden, 0)
+            values[random] = shown
         return MaskedBatch.prepared(
             batch,
             (seed, step),
@@ -155,13 +150,6 @@ class MaskedObjective(Objective):
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """Return the summed loss of predictions from the states (N, H) of a head."""
         raise NotImplementedError
-
-
-def _head(model: Any, width: int) -> nn.Module:
-    hidden = model.width
-    return nn.Sequential(
-        nn.Linear(width, hidden), model.head_activation(), nn.LayerNorm(hidden, eps=model.head_norm_eps)
-    )
 
 
 class MaskedValue(MaskedObjective):
@@ -197,9 +185,8 @@ class MaskedValue(MaskedObjective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
         by_gene = train.mean[genes]
-        mse, mse_gene, mse_global = (
-            float(np.mean((targets - other) ** 2)) for other in (predicted, by_gene, train.global_mean)
-        )
+        others = (predicted, by_gene, train.global_mean)
+        mse, mse_gene, mse_global = (float(np.mean((targets - other) ** 2)) for other in others)
         r2 = r2_over(mse_gene, mse)
         a, b = (centered - centered.mean() for centered in (targets - by_gene, predicted - by_gene))
         scale = math.sqrt(float(a @ a) * float(b @ b))

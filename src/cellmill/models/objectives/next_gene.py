@@ -1,10 +1,9 @@
 """next_gene: predict each next gene of a cell in rank order, its value, and the end of the cell.
 
-The likelihood of a cell is a chain: from the state before each gene, the cell goes on or ends (binary cross-entropy);
-if it goes on, a gene follows (cross-entropy over the vocabulary, whose matrix is the gene embedding); given that gene,
-a value follows (cross-entropy of bins, squared error of continuous values). Before the first gene the state is a
-learned vector: nothing is known there. The end is a decision of its own, not a token: the vocabulary's rows are genes.
-A cell with as many tokens as `max_tokens` may have been cut, so its end is unknown and no target.
+The likelihood of a cell is a chain: from the state before each gene, the cell continues or ends (binary
+cross-entropy); if it continues, a gene follows (cross-entropy over the vocabulary, whose matrix is the gene embedding);
+given that gene, a value follows (cross-entropy of bins, squared error of continuous values). Before the first gene the
+state is a learned vector. A cell with as many tokens as `max_tokens` may have been cut, so its end is no target.
 
 Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so is the baseline,
 the frequency of genes at the same rank in training cells.
@@ -116,21 +115,21 @@ class NextGene(Objective):
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
         """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene; cell by cell."""
-        before, genes = self.before(model, model.states(prepared), prepared), prepared.genes
-        cells = [self._observe_cell(model, before[a:b], genes[a:b]) for a, b in pairwise(prepared.cu_seqlens.tolist())]
+        before = self.before(model, model.states(prepared), prepared)
+        cells = []
+        for start, end in pairwise(prepared.cu_seqlens.tolist()):
+            genes, logits = prepared.genes[start:end], self.gene_logits(model, before[start:end])
+            places = torch.arange(len(genes), device=genes.device)
+            place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put((genes,), places)
+            place_of[: len(SPECIAL)] = -1
+            logits = logits.masked_fill(place_of < places[:, None], -torch.inf)
+            entropy = F.cross_entropy(logits, genes, reduction="none")
+            cells.append((genes - len(SPECIAL), places, logits.argmax(1) == genes, entropy))
         observed = tuple(torch.cat(parts) for parts in zip(*cells))
         if not self.predicts_values:
             return observed
-        predicted = self.values(model, before, genes)
+        predicted = self.values(model, before, prepared.genes)
         return (*observed, prepared.values, expected_bins(predicted) if self._is_class else predicted)
-
-    def _observe_cell(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.gene_logits(model, before)
-        places = torch.arange(len(genes), device=genes.device)
-        place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put((genes,), places)
-        place_of[: len(SPECIAL)] = -1
-        logits = logits.masked_fill(place_of < places[:, None], -torch.inf)
-        return genes - len(SPECIAL), places, logits.argmax(1) == genes, F.cross_entropy(logits, genes, reduction="none")
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
         """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of values, and verdicts."""
@@ -182,15 +181,10 @@ def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -
             # frequencies that are left for genes not in the cell yet: never less than the gene's own
             left = np.maximum(1 - (np.cumsum(own) - own), own)[here]
             cross_entropy[start + here] = np.log(left / own[here])
-            correct[start + here] = _most_frequent(order, cell, here) == cell[here]
+            # a gene is a candidate up to its own place, and candidates are never fewer than at a later place: the most
+            # frequent one is the first whose place is not yet past
+            place_of = np.full(n_genes, len(cell))
+            place_of[cell] = np.arange(len(cell))
+            highest = np.maximum.accumulate(place_of[order])
+            correct[start + here] = order[np.searchsorted(highest, here)] == cell[here]
     return correct, cross_entropy
-
-
-def _most_frequent(order: np.ndarray, cell: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """First gene of `order` that is not among the genes of `cell` before each of the ascending `places`."""
-    place_of = np.full(len(order), len(cell))
-    place_of[cell] = np.arange(len(cell))
-    free_until = place_of[order]  # the gene is a candidate up to its own place
-    # candidates at a place are never fewer than at a later one: the first whose place is not yet past
-    highest = np.maximum.accumulate(free_until)
-    return order[np.searchsorted(highest, places)]

@@ -1,10 +1,9 @@
 """sum: several objectives at once, from one forward pass of the model.
 
 The part that draws a view (cell_decoding) draws it first; then every part prepares on this view. The model is given the
-batch of the part that hides tokens (masked_value), so that what is hidden for one part is hidden for all, and each part
-computes its loss from the same states. Second views of cells (`view_loss`) are given to the model too, but only the
-part that draws them sees them: for others they would be more cells to predict. The loss is a vector, (parts,), because
-each part is divided by its own number of targets; gradients are those of the weighted sum.
+batch of the part that hides tokens (masked_value), so that what is hidden for one part is hidden for all. Second views
+of cells (`view_loss`) are given to the model too, but only the part that draws them sees them: for others they would be
+more cells to predict. The loss is a vector, (parts,), because each part is divided by its own number of targets.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from cellmill.errors import ConfigError
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
-from cellmill.models.objectives.views import first_views
+from cellmill.models.objectives.views import ViewBatch
 from cellmill.runs.verdict import Verdict
 
 SHARED = [field.name for field in fields(EncoderBatch)]
@@ -88,7 +87,9 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
-        first, parts = first_views(batch), list(self.each.values())
+        first, parts = batch, list(self.each.values())
+        if isinstance(batch, ViewBatch) and batch.paired:  # without second views and padding
+            first = replace(batch.cut(0, batch.paired), paired=0)
         for part in parts:
             part.training = self.training
         prepared = [part.prepare(batch if part.config.draws_view else first, seed=seed, step=step) for part in parts]
@@ -97,8 +98,7 @@ class Sum(Objective):
         if first is not batch:  # what hides tokens of first views, with the second views behind them
             given = drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
             if hiding:
-                both = {name: _followed(getattr(hiding[0], name), getattr(drawn, name)) for name in SHARED}
-                given = replace(hiding[0], **both)
+                given = replace(hiding[0], **{name: _followed(hiding[0], drawn, name) for name in SHARED})
         if isinstance(given, EncoderBatch):  # nothing is hidden for one part and shown to another
             shared = {name: getattr(given, name) for name in SHARED}
             prepared = [replace(own, **shared) if isinstance(own, EncoderBatch) else own for own in prepared]
@@ -131,9 +131,7 @@ class Sum(Objective):
         return torch.tensor([len(tensors) for tensors in observed]), *(x for tensors in observed for x in tensors)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        metrics: dict[str, Any] = {}
-        verdicts: list[Verdict] = []
-        rest = iter(observed[1:])
+        metrics, verdicts, rest = dict[str, Any](), list[Verdict](), iter(observed[1:])
         for (name, part), size in zip(self.each.items(), observed[0].tolist()):
             judged, said = part.judge(*islice(rest, size), train=train)
             metrics |= {f"{name}.{key}": value for key, value in judged.items()}
@@ -145,7 +143,8 @@ def _attributes(model: Any) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _followed(first: Any, longer: Any) -> Any:
+def _followed(hiding: Any, drawn: Any, name: str) -> Any:
+    first, longer = getattr(hiding, name), getattr(drawn, name)
     if isinstance(longer, torch.Tensor):
         return torch.cat([first, longer[len(first) :]])
     return [*first, *longer[len(first) :]] if isinstance(longer, list) else longer

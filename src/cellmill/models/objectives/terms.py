@@ -1,20 +1,10 @@
 """Additional loss terms: VICReg of two views of each cell, and two ways to keep a cell's batch out of its vector.
 
-VICReg, with vectors z and z' of the n cells of a global batch, width H, and their covariances C and C' (divided by
-n - 1):
-
-- invariance: the mean over cells and directions of (z - z')^2
-- variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
-- covariance: the sum of squares of C off its diagonal, divided by H, for both views
-
-The table is float32, the loss float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce
-& LeCun 2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
-
 `LevelTerms` gives the decoder a vector of each batch, so that the cell's vector need not encode its batch (scVI, Lopez
 et al. 2018, conditions its decoder alike). `Adversary` predicts the batch from the cell's vector, through a reversed
 gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
 
-Legend: C cells, H hidden, D width of the terms, L levels. Numbers of levels are 1 to L, 0 for an unknown one.
+Legend: C cells, H hidden. Numbers of levels begin at 1, 0 is an unknown one.
 """
 
 from typing import Any
@@ -27,11 +17,19 @@ from cellmill.models.initial import Fill, with_std, zeros
 
 EPS = 1e-4
 
-Weights = tuple[float, float, float]  # of invariance, variance and covariance
 
+def vicreg(table: torch.Tensor, weights: tuple[float, float, float]) -> torch.Tensor:
+    """Return n times the loss, a float64 scalar, of rows (slots, 1 + 2 H): 1, z and z'; rows of zeros are no cells.
 
-def vicreg(table: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Return n times the loss, a float64 scalar, of rows (slots, 1 + 2 H): 1, z and z'; rows of zeros are no cells."""
+    z and z' are the vectors of the n cells of a global batch, C and C' their covariances, divided by n - 1; `weights`:
+
+    - invariance: the mean over cells and directions of (z - z')^2
+    - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
+    - covariance: the sum of squares of C off its diagonal, divided by H, for both views
+
+    Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun 2022, equations 1
+    to 6; the invariance is divided by H, as in the authors' code.
+    """
     width = table.shape[1] // 2
     filled, *views = table.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()

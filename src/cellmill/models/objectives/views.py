@@ -1,17 +1,14 @@
 """Views of a cell: the part of its expression that a model is given, and the part that it has to predict.
 
-Tokens that are not in the view are not in the batch: half of a cell hidden halves the encoder's work. Values of the
-view are computed by the run's own tokenizer from the counts in it, so neither values nor the library size reveal the
-rest. Thinning alone is what cells of low depth look like, dropping alone what panels of few genes do; with both, an
-embedding withstands either.
-
-With a view loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson counts are
-independent given the cell's expression (Neufeld et al. 2022, count splitting), which two draws of the whole are not.
+Tokens that are not in the view are not in the batch. Values of the view are computed by the run's own tokenizer from
+the counts in it, so neither values nor the library size reveal the rest. With a view loss the hidden part is a second
+view of the cell, in the same batch. Binomial parts of Poisson counts are independent given the cell's expression
+(Neufeld et al. 2022, count splitting), which two draws of the whole are not.
 
 A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every batch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +25,7 @@ from cellmill.data.shards.index import places
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
+Decoding = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
 SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
 
 
@@ -42,14 +40,7 @@ class ViewBatch(Batch):
     """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without second views."""
 
 
-def draw_view(
-    batch: Batch,
-    tokenizer: Tokenizer,
-    config: CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig,
-    *,
-    seed: int,
-    step: int,
-) -> ViewBatch:
+def draw_view(batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int, step: int) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     genes, counts, ends = batch.genes.numpy(), batch.counts.numpy(), batch.cu_seqlens.numpy()
@@ -63,7 +54,10 @@ def draw_view(
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
     at = np.flatnonzero(predicted)
-    profile = [torch.from_numpy(array[at]) for array in (cell, genes, predicted)]
+    profile: dict[str, Any] = {
+        f"profile_{name}": torch.from_numpy(array[at])
+        for name, array in (("cell", cell), ("gene", genes), ("count", predicted))
+    }
     per_cell, paired = batch.arrays("cell"), 0
     if config.view_loss is not None:
         genes, shown = np.concatenate([genes, genes]), np.concatenate([shown, hidden])
@@ -71,36 +65,13 @@ def draw_view(
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
-    return ViewBatch(
-        **tokens_of(genes, shown, ends, tokenizer),
-        **per_cell,
-        profile_cell=profile[0],
-        profile_gene=profile[1],
-        profile_count=profile[2],
-        paired=paired,
-    )
-
-
-def first_views(batch: Batch) -> Batch:
-    """Return the cells of a batch without their second views and padding; the batch itself if it has none."""
-    if not isinstance(batch, ViewBatch) or not batch.paired:
-        return batch
-    return replace(batch.cut(0, batch.paired), paired=0)
+    return ViewBatch(**tokens_of(genes, shown, ends, tokenizer), **per_cell, **profile, paired=paired)
 
 
 def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
     """(cells,) float64: the share of each cell that is hidden; `state` is of cell, seed and step."""
     low, high = config.min_hidden_frac, config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
-
-
-def visible_values(batch: Batch, visible: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
-    """(tokens,): values of the `visible` tokens, (tokens,) bool, made from their counts alone; 0 elsewhere."""
-    assert batch.counts is not None, "the batch has no counts"
-    shown = batch.counts * visible
-    values = torch.zeros_like(batch.values)
-    values[shown > 0] = tokens_of(batch.genes.numpy(), shown.numpy(), batch.cu_seqlens.numpy(), tokenizer)["values"]
-    return values
 
 
 def tokens_of(genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer) -> dict[str, Any]:

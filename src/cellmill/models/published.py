@@ -1,0 +1,413 @@
+"""Published single-cell models as model folders that name their source. Nothing that a file names is run.
+
+Geneformer (Theodoris et al. 2023), V1 and V2, is of the family `bert`:
+
+    config.json                       BertConfig of transformers
+    model.safetensors                 or pytorch_model.bin: BertForMaskedLM, or BertModel alone
+    token_dictionary*.pkl             Ensembl id -> token, with <pad>, <mask>, and in V2 <cls> and <eos>
+    gene_median_dictionary*.pkl       Ensembl id -> median of the nonzero counts per 10,000 over its corpus
+
+A gene's rank value is its count over the cell's total, times 10,000, over its median: the order of our rank tokens with
+these medians in the vocabulary. Ties, which Geneformer leaves to an unstable sort, are ordered by Ensembl id. Genes
+without a token or a median are left out.
+
+scGPT (Cui et al. 2024) is of the family `scgpt`:
+
+    args.json        sizes of the model
+    vocab.json       gene symbol -> token, with <pad> and <cls>
+    best_model.pt    state dict of torch, with attention named as flash-attn or as torch names it
+
+Symbols are mapped to Ensembl ids; those that are unknown, ambiguous or a second name of a gene are left out. Values are
+quantile bins of the cell's nonzero counts, 1 to n_bins - 1, with ties at the right edge where scGPT draws one at
+random. A cell longer than the model takes keeps the genes of highest counts where scGPT draws a random sample. scGPT's
+own decoders have no counterpart, so an objective's heads start untrained.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors.torch import load_file
+
+from cellmill.config.load import check_options
+from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.published import (
+    DICTIONARIES,
+    PublishedFolder,
+    geneformer_sections,
+    published_file,
+    read_mapping,
+    require,
+    scgpt_sections,
+)
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.tables import gene_table
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import ConfigError, DataError
+from cellmill.files import require_file, sha256_file, write_json, write_text
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.parallel.materialize import named_tensors
+
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
+Names = Mapping[str, tuple[str, ...]]  # our module -> the names that a file may have for it
+BERT_LAYER: Names = {
+    "out": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "up": ("intermediate.dense",),
+    "down": ("output.dense",),
+    "ffn_norm": ("output.LayerNorm",),
+}
+SCGPT_LAYER: Names = {
+    "out": ("self_attn.out_proj", "self_attn._impl.out_proj"),
+    "attention_norm": ("norm1",),
+    "up": ("linear1",),
+    "down": ("linear2",),
+    "ffn_norm": ("norm2",),
+}
+SCGPT_QKV = ("self_attn.in_proj_", "self_attn.Wqkv.", "self_attn._impl.Wqkv.")
+
+
+def import_geneformer(
+    folder: Path, out: Path, pooling: Literal["mean", "cls"] | None = None, embed_layer: int = -1
+) -> str:
+    """Write the model folder `out`; returns the line to print.
+
+    `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2), else the mean (V1).
+    """
+    config_path, path, *_ = PublishedFolder("geneformer", folder).files()
+    sections = geneformer_sections(folder)
+    tokens, genes = read_dictionaries(folder)
+    if pooling == "cls" and sections["model"]["ends"] == "none":
+        raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
+    sections["model"] |= {"embed_layer": embed_layer} | ({} if pooling is None else {"pooling": pooling})
+    weights = _Weights(path)
+    spec = _spec(config_path, sections, {"name": "masked_gene", "cell_loss_weight": 0}, genes)
+    tensors = _of_geneformer(weights, spec.model, [int(tokens[name]) for name in [*SPECIAL, *genes.gene_ids]], tokens)
+    source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
+    n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
+    untrained = _write(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
+    return (
+        f"{out}: {genes.n_genes:,} genes ({n_left_out:,} without a median left out), at most "
+        f"{spec.tokens.max_tokens:,} a cell, embedding: {spec.model.pooling} of layer {embed_layer}; parameters "  # type: ignore[attr-defined]
+        f"without a source: {len(untrained)}"
+    )
+
+
+def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: int = 1200) -> str:
+    """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
+    if max_tokens < 2:
+        raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
+    config_path, path, vocab_path = PublishedFolder("scgpt", folder).files()
+    sections, weights = scgpt_sections(folder), _Weights(path)
+    if more := [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]:
+        raise DataError(f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained")
+    tokens = read_mapping(vocab_path)
+    _check_tokens(vocab_path, tokens, ("<pad>", "<cls>"))
+    genes, rows, line = _genes_of_symbols(vocab_path, tokens, organism)
+    sections["tokens"] |= {"max_tokens": max_tokens - 1}
+    spec = _spec(config_path, sections, {"name": "cell_decoding"}, genes)
+    source = {"model": "scGPT", "weights": str(path), "weights_digest": sha256_file(path), "genes": line}
+    untrained = _write(out, spec, genes, _of_scgpt(weights, spec.model, rows, tokens), source)
+    return (
+        f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
+        f"parameters without a source: {len(untrained)}"
+    )
+
+
+def _spec(path: Path, sections: dict[str, Any], objective: dict[str, Any], genes: Vocabulary) -> ModelSpec:
+    model = check_options(FamilyConfig, sections["model"], str(path))
+    tokens = Tokens.model_validate(sections["tokens"])
+    return ModelSpec(model, ObjectiveConfig.model_validate(objective), tokens, genes.n_genes)
+
+
+def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
+    """Tokens of Geneformer by name, and the genes that have a token and a median. Raises DataError."""
+    tokens: dict[str, Any]
+    tokens, medians = (read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
+    _check_tokens(folder / "token_dictionary", tokens, SPECIAL)
+    genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
+    if wrong := [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]:
+        raise DataError(
+            f"{folder}: gene_median_dictionary: {wrong[0]}: expected a median above 0, got {medians[wrong[0]]!r}"
+        )
+    if not genes:
+        raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
+    return tokens, _vocabulary(genes, gene_table("human").symbols, [medians[gene] for gene in genes])
+
+
+def _genes_of_symbols(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, list[int], str]:
+    """The genes of scGPT's symbols with an Ensembl id, their tokens, and a line about the rest."""
+    names = [name for name in tokens if not name.startswith("<")]
+    mapped = map_genes(names, pd.DataFrame(index=names), organism)
+    chosen: dict[str, str] = {}
+    for name, gene, symbol in zip(names, mapped.gene_ids, mapped.symbols):
+        if gene and (gene not in chosen or name == symbol):  # a current symbol before an earlier one or an alias
+            chosen[gene] = name
+    if not chosen:
+        raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
+    ids, seen = sorted(chosen), mapped.coverage
+    line = (
+        f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
+        f"{seen.ambiguous:,} ambiguous)"
+    )
+    genes = _vocabulary(ids, dict(zip(mapped.gene_ids, mapped.symbols)), [1.0] * len(ids))  # cut by count alone
+    return genes, [tokens[chosen[gene]] for gene in ids], line
+
+
+def _vocabulary(ids: list[str], symbols: Mapping[str, str], medians: Sequence[float]) -> Vocabulary:
+    names = [symbols.get(gene, gene) for gene in ids]
+    return Vocabulary(ids, names, np.zeros(len(ids), np.int64), np.array(medians, np.float32))
+
+
+def _check_tokens(path: Path, tokens: Mapping[str, Any], special: Sequence[str]) -> None:
+    for name in special:
+        require(path, tokens, name)
+    for name, token in tokens.items():
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise DataError(f"{path}: {name}: expected a token, a whole number from 0, got {token!r}")
+
+
+class _Weights:
+    """Tensors of the file `path` by their published names; torch's files are read with `weights_only`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        except Exception as error:  # damaged bytes raise almost anything
+            line = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(f"{path}: cannot be read safely: {line}") from None
+        if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+            raise DataError(f"{path}: expected tensors by name, got something else")
+        self.tensors: Mapping[str, torch.Tensor] = loaded
+
+    def take(self, *names: str) -> torch.Tensor:
+        """The tensor of the first of these names that is there. Raises DataError for none."""
+        name = next((name for name in names if name in self.tensors), names[0])
+        tensor: torch.Tensor = require(self.path, self.tensors, name)
+        return tensor
+
+    def table(self, name: str, tokens: Sequence[int], source: str) -> torch.Tensor:
+        """A table with a row for each of `tokens`. Raises DataError if it has fewer."""
+        rows = self.take(name)
+        if (largest := max(tokens)) >= len(rows):
+            raise DataError(
+                f"{self.path}: has {len(rows):,} tokens, {source} goes to {largest:,}; it is another model's"
+            )
+        return rows
+
+    def pair(self, ours: str, *theirs: str) -> dict[str, torch.Tensor]:
+        """Weight and bias of a module, by our names."""
+        return {f"{ours}.{kind}": self.take(*(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
+
+    def blocks(
+        self, model: Any, layers: str, modules: Names, qkv: Callable[[str, str], Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the blocks by our names; `qkv(layer, kind)` are query, key and value, (H, …) each.
+
+        Rows of ours are query, key and value of each head. Raises DataError unless the heads divide H.
+        """
+        for index in range(model.layers):
+            layer, block = f"{layers}.{index}.", f"blocks.{index}."
+            for kind in ("weight", "bias"):
+                parts = qkv(layer, kind)
+                if wrong := [len(x) for x in parts if len(x) % model.heads]:
+                    raise DataError(
+                        f"{self.path}: expected queries, keys and values of {model.heads} equal heads, got {wrong[0]} "
+                        "rows; its configuration is another model's"
+                    )
+                by_head = [x.unflatten(0, (model.heads, -1)) for x in parts]
+                yield f"{block}qkv.{kind}", torch.stack(by_head, dim=1).flatten(0, 2)
+            for ours, theirs in modules.items():
+                yield from self.pair(block + ours, *(layer + name for name in theirs)).items()
+
+
+def _of_geneformer(found: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by our names; `rows` are tokens of our vocabulary's rows."""
+    take = found.take
+    start = "bert." if any(name.startswith("bert.") for name in found.tensors) else ""
+    ends = [int(require(found.path, tokens, name)) for name in ("<cls>", "<eos>")[: model.n_ends]]
+    words = found.table(f"{start}embeddings.word_embeddings.weight", [*rows, *ends], "the dictionary")
+    types = take(f"{start}embeddings.token_type_embeddings.weight")
+    ours = {
+        "gene_embedding.weight": words[rows],
+        "place_embedding.weight": take(f"{start}embeddings.position_embeddings.weight") + types[0],
+        **found.pair("embedding_norm", f"{start}embeddings.LayerNorm"),
+    }
+    if ends:
+        ours["end_embedding.weight"] = words[ends]
+
+    def qkv(layer: str, kind: str) -> list[torch.Tensor]:
+        return [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
+
+    ours |= found.blocks(model, f"{start}encoder.layer", BERT_LAYER, qkv)
+    if "cls.predictions.bias" in found.tensors:
+        ours |= found.pair("head.0", "cls.predictions.transform.dense")
+        ours |= found.pair("head.2", "cls.predictions.transform.LayerNorm")
+        ours["gene_bias"] = take("cls.predictions.bias")[rows]
+    return ours
+
+
+def _of_scgpt(found: _Weights, model: Any, rows: list[int], tokens: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Tensors by our names; `rows` are tokens of our vocabulary's genes."""
+    table = found.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
+    pad, cls = table[tokens["<pad>"]], table[tokens["<cls>"]]
+
+    def qkv(layer: str, kind: str) -> Sequence[torch.Tensor]:
+        return found.take(*(f"{layer}{name}{kind}" for name in SCGPT_QKV)).chunk(3)
+
+    return {
+        # scGPT hides values, never genes: its vocabulary has no <mask>, whose row is that of <pad>
+        "gene_embedding.weight": torch.cat([torch.stack([pad, pad]), table[rows]]),
+        "end_embedding.weight": cls[None],
+        **found.pair("gene_norm", "encoder.enc_norm"),
+        **found.pair("value_in.0", "value_encoder.linear1"),
+        **found.pair("value_in.2", "value_encoder.linear2"),
+        **found.pair("value_out_norm", "value_encoder.norm"),
+        **dict(found.blocks(model, "transformer_encoder.layers", SCGPT_LAYER, qkv)),
+    }
+
+
+class _Dtype:
+    """Stand-in for numpy.dtype: its letter and size, such as f8, and its byte order."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self.code, self.order = str(code), "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = ">" if state[1] == ">" else "<"
+
+
+def _scalar(dtype: Any, raw: Any) -> int | float:
+    if not isinstance(dtype, _Dtype) or dtype.code not in ("f8", "f4", "f2", "i8", "i4", "i2", "u8", "u4", "u2"):
+        raise pickle.UnpicklingError("a numpy scalar that is not a number")
+    raw = raw.encode("latin1") if isinstance(raw, str) else raw
+    number: int | float = np.frombuffer(raw, dtype.order + dtype.code, count=1)[0].item()
+    return number
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:  # bytes, which protocols below 3 write as text
+    if encoding != "latin1":
+        raise pickle.UnpicklingError("text in another encoding than latin1")
+    return str(text).encode("latin1")
+
+
+ALLOWED = {
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("_codecs", "encode"): _latin1,
+}
+"""Globals that a pickle may name, and what stands in for each: a plain unpickle would import and call any."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return ALLOWED[module, name]
+
+
+def read_numbers(path: Path) -> dict[str, int | float]:
+    """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in it."""
+    require_file(path)
+    expected = f"{path}: expected a pickled dictionary of texts and numbers, got"
+    try:
+        with path.open("rb") as file:
+            value = _Unpickler(file).load()
+    except Exception as error:  # damaged bytes raise almost anything; nothing of the file has run
+        problem = str(error) or type(error).__name__
+        raise DataError(f"{expected} one that cannot be read safely: {problem}") from None
+    if not isinstance(value, dict) or any(type(k) is not str or type(v) not in (int, float) for k, v in value.items()):
+        raise DataError(f"{expected} other values")
+    return dict(value)
+
+
+IMPORTED = "imported"  # in place of the fingerprint of training data
+LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files before config.json
+
+
+def _write(
+    out: Path, spec: ModelSpec, genes: Vocabulary, tensors: Mapping[str, torch.Tensor], source: dict[str, Any]
+) -> list[str]:
+    """Write the model folder `out`; config.json, with `source`, is written last.
+
+    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
+    DataError for a tensor of another shape or without a finite value, ConfigError for an `out` that no import wrote.
+    """
+    config_path = out / "config.json"
+    # an import that was killed has left LEFT, and temporary files, which begin with a dot
+    others = sorted(p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith("."))
+    if others and not (config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED):
+        expected = "expected a new folder, or that of an earlier import"
+        raise ConfigError(f"--out {out}: {expected}, got one with {others[0]}; set another")
+    model = build(spec)
+    for name, empty in named_tensors(model):  # before any is made: a damaged configuration may ask for any size
+        if name in tensors and tensors[name].shape != empty.shape:
+            raise DataError(
+                f"{source['weights']}: expected a tensor of shape {tuple(empty.shape)} for {name}, got "
+                f"{tuple(tensors[name].shape)}; its configuration is another model's"
+            )
+    written = {
+        name: tensors.get(name, initial).float().contiguous()
+        for name, initial in initial_tensors(model, 0, None, genes)
+    }
+    if wrong := [name for name, tensor in written.items() if not tensor.isfinite().all()]:
+        raise DataError(f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again")
+    config_path.unlink(missing_ok=True)
+    write_tensors(out / "model.safetensors", written)
+    genes.write(out / "vocabulary.tsv")
+    untrained = [name for name in written if name not in tensors]
+    config = {
+        "format": WEIGHTS_FORMAT,
+        "family": spec.model.family,
+        **{name: getattr(spec, name).model_dump(mode="json") for name in ("model", "objective", "tokens")},
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        "fingerprint": IMPORTED,
+        "init_from": str(source["weights"]),
+        "step": 0,
+        "val_loss": None,
+        "seed": 0,
+        "source": source | {"untrained": untrained},
+        "weights_sha256": sha256_file(out / "model.safetensors"),
+    }
+    write_text(out / "README.md", _card(config, sum(tensor.numel() for tensor in written.values())))
+    write_json(config_path, config)
+    return untrained
+
+
+def _card(config: dict[str, Any], parameters: int) -> str:
+    """README of an imported model: its source, what was left out, and its limits."""
+    source = config["source"]
+    rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")
+    untrained = ", ".join(f"`{name}`" for name in source["untrained"]) or "none"
+    return f"""---
+library_name: cellmill
+tags: [single-cell, transcriptomics, {config["family"]}]
+---
+# {source["model"]}, imported
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
+| tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} genes a cell |
+{rows}
+Parameters that the source does not have, at their initial values: {untrained}.
+
+    cellmill embed --model . --input cells.h5ad --out embedded.h5ad
+
+writes the cells' embeddings to `obsm["X_cellmill"]`. Genes are Ensembl ids; raw counts go in.
+
+## Limits
+The weights, their licence and their training data are the source's; cellmill has not judged them. Evaluate them on
+your cells beside the baselines before use. Not for clinical use.
+"""

@@ -1,1 +1,0 @@
-"""Reading published single-cell models into model folders of cellmill."""
