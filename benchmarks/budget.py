@@ -33,6 +33,7 @@ from train_step import packed_step
 from cellmill.config.parts.families import ProfileConfig
 from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import ContinuousTokens
+from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.stream.batch import tokenized
 from cellmill.evaluate.embed import embed_cells
@@ -80,7 +81,7 @@ def embed(corpus: Corpus) -> Work:
 
     def work() -> None:
         with open_dataset(corpus.cells) as reader:
-            embed_cells(reader, model, corpus.vocabulary, TOKENS, 1 << 17)
+            embed_cells(reader, model, corpus.vocabulary, TOKENS, Embed(token_budget=1 << 17))
 
     return work
 

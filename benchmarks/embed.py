@@ -70,7 +70,7 @@ def embedding(cells: Path, vocabulary: Vocabulary, hidden: int) -> dict[str, Cal
 
     def embed() -> None:
         with open_counts(cells) as reader:
-            embed_cells(reader, network, vocabulary, spec.tokens, Embed().token_budget)
+            embed_cells(reader, network, vocabulary, spec.tokens, Embed())
 
     def passes() -> None:
         with torch.inference_mode():

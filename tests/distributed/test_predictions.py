@@ -12,6 +12,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.config.load import stored_options
+from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
@@ -162,10 +163,10 @@ def test_an_exported_model_reads_the_columns_of_a_file(alone: None, corpus: str,
     obs = ad.read_h5ad(Path(corpus) / "sim.h5ad").obs
     assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}
     with open_counts(Path(corpus) / "sim.h5ad") as reader:
-        vectors = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        vectors = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
         reader.obs["donor"] = "a stranger"
-        unknown = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        unknown = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
         del reader.obs["donor"]
-        absent = embed_cells(reader, model, vocabulary, tokens, 4096).vectors
+        absent = embed_cells(reader, model, vocabulary, tokens, Embed()).vectors
     assert np.abs(vectors - unknown).max() > 1e-4
     np.testing.assert_array_equal(unknown, absent)

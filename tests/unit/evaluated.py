@@ -50,10 +50,18 @@ def make_evaluated(folder: Path, simulated: Path, **split: Any) -> dict[str, Pat
     return corpus | {"embedding": embed(corpus["model"], corpus["cells"], folder / "embeddings" / "simulated.h5ad")}
 
 
-def embed(model: Path, cells: Path, out: Path) -> Path:
-    """The embedding of `cells`, which stage embed writes to `out`."""
-    on_cells.embed(options=EmbedOptions.model_validate({"embed": {}}), model=model, input=cells, counts="X", out=out)
+def embed(model: Path, cells: Path, out: Path, append: bool = False, **section: Any) -> Path:
+    """The embedding of `cells`, which stage embed writes to `out` with options of `section`."""
+    options = EmbedOptions.model_validate({"embed": section})
+    on_cells.embed(options=options, model=model, input=cells, counts="X", out=out, append=append)
     return out
+
+
+def with_config(model: Path, **entries: Any) -> Path:
+    """The folder `model`, with other entries in its config.json."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | entries))
+    return model
 
 
 def with_obs(files: Mapping[str, Path], folder: Path, name: str, **obs: Any) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.h5 import create_h5
 from cellmill.evaluate.features import choose_cells, own_components
 from cellmill.evaluate.results import write_embedding
-from cellmill.evaluate.tasks import mixing
+from cellmill.evaluate.tasks import integration as mixing
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
 PACKAGES = {

@@ -14,7 +14,7 @@ from cellmill.cli import main
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.config.run import Stream
+from cellmill.config.run import Embed, Stream
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.preprocess import preprocess_sequences
@@ -117,7 +117,7 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
     vectors = []
     for path in (out, tmp_path / "plain.h5ad"):
         with open_counts(path) as reader:
-            vectors.append(embed_cells(reader, network, known, own, 1024).vectors)
+            vectors.append(embed_cells(reader, network, known, own, Embed()).vectors)
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
 
 

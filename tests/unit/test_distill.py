@@ -184,7 +184,11 @@ UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
     ),
     "all missing": (np.full((60, 2), np.nan), NAMES, "MANIFEST: no training cell has a vector in FILE; expected"),
     "a name twice": (np.eye(60, 2), [*NAMES[:59], NAMES[0]], "FILE: obs names are not unique: 'cell0' occurs 2 times"),
-    "without an array": (None, NAMES, "FILE: expected a dense array of numbers in obsm['X_emb'] or X, got no dense"),
+    "without an array": (
+        None,
+        NAMES,
+        "FILE: expected a dense array of numbers in obsm['X_cellmill'] or obsm['X_emb'] or X",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 import torch
 
 import cellmill
-from cellmill.config.options import EmbedOptions, PreprocessOptions
+from cellmill.config.options import PreprocessOptions
 from cellmill.config.parts.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.tables import gene_table
@@ -25,9 +25,9 @@ from cellmill.evaluate import embed as module
 from cellmill.evaluate.results import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
-from cellmill.stages import cells as embed
 from cellmill.stages import data as preprocess
 from tests.tiers import quick
+from tests.unit.evaluated import embed
 from tests.unit.exported import export_model
 
 TOKENIZERS = ["continuous", "binned", "rank"]
@@ -39,9 +39,7 @@ def model(corpus: dict[str, Path]) -> Path:
 
 
 def _embed(model: Path, path: Path, **section: float) -> ad.AnnData:
-    out = path.parent / "embedded" / path.name
-    embed.embed(options=EmbedOptions.model_validate({"embed": section}), model=model, input=path, counts="X", out=out)
-    return ad.read_h5ad(out)
+    return ad.read_h5ad(embed(model, path, path.parent / "embedded" / path.name, **section))
 
 
 def _vectors(model: Path, path: Path, **options: float) -> np.ndarray:
@@ -72,19 +70,6 @@ def test_permuted_and_added_gene_columns_change_nothing(
     assert (_vectors(model, _written(wide, tmp_path / "b.h5ad")) == reference).all()
 
 
-def test_removing_a_gene_changes_only_the_cells_that_express_it(
-    tmp_path: Path, corpus: dict[str, Path], model: Path
-) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
-    reference = _vectors(model, corpus["cells"])
-    dense = adata.X.toarray()  # type: ignore[union-attr]
-    gone = int(np.argmin((dense > 0).sum(axis=0)))
-    subset = _vectors(model, _written(adata[:, np.arange(adata.n_vars) != gone].copy(), tmp_path / "a.h5ad"))
-    without = dense[:, gone] == 0
-    assert np.abs(subset[without] - reference[without]).max() < 1e-5
-    assert (subset[~without] != reference[~without]).any(axis=1).all()
-
-
 def test_row_blocks_and_token_budgets_change_nothing(
     monkeypatch: pytest.MonkeyPatch, corpus: dict[str, Path], model: Path
 ) -> None:
@@ -92,22 +77,6 @@ def test_row_blocks_and_token_budgets_change_nothing(
     monkeypatch.setattr(module, "ROW_BLOCK", 37)
     for budget in (1, 100, 5000):
         assert np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
-
-
-def test_gene_symbols_and_dense_or_csc_matrices_give_the_embeddings_of_the_preprocessed_file(
-    tmp_path: Path, corpus: dict[str, Path], model: Path
-) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
-    reference = _vectors(model, corpus["cells"])
-    by_symbol = adata.copy()
-    by_symbol.var_names = by_symbol.var["symbol"].astype(str)
-    del by_symbol.var["symbol"]
-    if by_symbol.var_names.str.startswith("ENSG").all():
-        pytest.skip("the simulated genes have no symbols")
-    by_symbol.X = sp.csc_matrix(by_symbol.X)
-    assert (_vectors(model, _written(by_symbol, tmp_path / "a.h5ad")) == reference).all()
-    by_symbol.X = by_symbol.X.toarray().astype(np.float32)  # type: ignore[union-attr]
-    assert (_vectors(model, _written(by_symbol, tmp_path / "b.h5ad")) == reference).all()
 
 
 def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path]) -> None:
@@ -152,9 +121,8 @@ def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, 
 def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarray]:
     """Genes and values of every cell, (2, tokens)."""
     with open_counts(path) as reader:
-        columns, every, totals = module.match_columns(reader, known), np.ones(reader.n_obs, bool), np.zeros(2, np.int64)
         made = {}
-        for block in module.tokens_of(reader.rows(100), columns, known, tokens, every, totals):
+        for block in module.tokens_of(reader.rows(100), module.match_columns(reader, known), known, tokens):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 made[reader.obs.index[cell]] = np.array([block.genes[span], block.values[span]])
@@ -256,13 +224,13 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
     adata = ad.read_h5ad(corpus["cells"])
     adata.layers["scaled"], adata.uns["note"] = adata.X.astype(np.float32), "mine"
     adata.obsm["X_pca"] = np.eye(adata.n_obs)[:, :2]
-    path, options = _written(adata, tmp_path / "mine.h5ad"), EmbedOptions.model_validate({"embed": {}})
+    path = _written(adata, tmp_path / "mine.h5ad")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input; add --append"):
-        embed.embed(options=options, model=model, input=path, counts="X", out=path)
+        embed(model, path, path)
     assert path.read_bytes() == before
     for out in (tmp_path / "copy.h5ad", path, path):  # twice: the second replaces the first
-        embed.embed(options=options, model=model, input=path, counts="X", out=out, append=True)
+        embed(model, path, out, append=True)
         added = ad.read_h5ad(out)
         assert np.array_equal(added.obsm.pop("X_cellmill"), _vectors(model, corpus["cells"]))
         assert added.uns.pop("cellmill")["model_digest"] == sha256_file(model / "model.safetensors")
@@ -276,7 +244,7 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
             assert (kept != own).nnz == 0
     (tmp_path / "a.fasta").write_text(">a\nMKV\n")
     with pytest.raises(ConfigError, match=r"--append adds to an \.h5ad, .*a\.fasta is none"):
-        embed.embed(options=options, model=model, input=tmp_path / "a.fasta", counts="X", out=path, append=True)
+        embed(model, tmp_path / "a.fasta", path, append=True)
 
 
 def test_antibodies_are_not_taken_for_genes_of_the_same_name(
@@ -291,11 +259,10 @@ def test_antibodies_are_not_taken_for_genes_of_the_same_name(
     assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
 
 
-@pytest.mark.parametrize("stage", ["cells", pytest.param("evaluate", marks=pytest.mark.full)])
-def test_waiting_threads_do_not_spin(stage: str) -> None:
+def test_waiting_threads_do_not_spin() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
-        [sys.executable, "-c", f"import cellmill.stages.{stage}"],
+        [sys.executable, "-c", "import cellmill.stages.cells"],
         env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
@@ -322,7 +289,9 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     with pytest.raises(DataError, match=r"gone\.h5ad: no such file; run embed first$"):
         read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64, 4)
     plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")
-    with pytest.raises(DataError, match=r"plain\.h5ad: not an embedding by cellmill: obsm\['X_cellmill'\]"):
+    with pytest.raises(
+        DataError, match=r"plain\.h5ad: expected a dense array of numbers in obsm\['X_cellmill'\], got no dense"
+    ):
         read_embedding(plain, obs.index, "a" * 64, 4)
     (tmp_path / "text.h5ad").write_text("no HDF5")
     with pytest.raises(DataError, match=r"text\.h5ad: not an HDF5 file; run embed again"):

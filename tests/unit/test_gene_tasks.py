@@ -15,9 +15,18 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
-from cellmill.evaluate.tasks.genes import all_gene_vectors, auroc, auroc_terms, average_precision, expression_statistics
-from cellmill.evaluate.tasks.grn import Grn, correlations, known_edges, network_of
+from cellmill.evaluate.tasks.genes import (
+    GeneEmbedding,
+    Grn,
+    auroc,
+    auroc_terms,
+    average_precision,
+    correlations,
+    expression_statistics,
+    gene_vectors,
+    known_edges,
+    network_of,
+)
 from tests.unit.evaluated import make_context
 
 SET = range(30)  # rows of the vocabulary with vectors of their own
@@ -142,7 +151,7 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Co
         Grn(config.model_copy(update={"edges": str(alone)})).run(planted)
     # by size, the opposite vectors are as good
     negative = replace(planted.model)
-    turned = all_gene_vectors(negative)["embedding of genes"].copy()
+    turned = gene_vectors(negative)["embedding of genes"].copy()
     turned[list(FACTORS)] *= -1
     with torch.no_grad():
         table = planted.model.network.gene_embedding.weight  # type: ignore[union-attr]
@@ -160,6 +169,6 @@ def test_edges_are_matched_by_alias_and_those_of_unexpressed_genes_are_left_out(
     edges = [("ISGF-3", "RAPH1"), ("STAT1", "ENSG00000173166"), ("STAT1", "GAPDH"), ("STAT1", "nothing")]
     pairs = known_edges(edges, vocabulary, np.array([True, True, False]))
     assert pairs.tolist() == [[0, 1]]
-    network = network_of(np.array([[0, 1], [1, 0], [2, 1]]), vocabulary, 1)
-    assert network.factors.tolist() == [2]  # the others have no other candidate than their target
-    assert network.left_out == ["RAPH1", "STAT1"]
+    factors, _, _, left_out = network_of(np.array([[0, 1], [1, 0], [2, 1]]), 1)
+    assert factors.tolist() == [2]  # the others have no other candidate than their target
+    assert left_out.tolist() == [0, 1]

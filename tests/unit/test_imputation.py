@@ -19,8 +19,14 @@ from cellmill.data.genes.names import match_columns
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, counts_of_logs, expression_of_shares, own_expression
-from cellmill.evaluate.tasks.imputation import Imputation, expression_scores, fitted
+from cellmill.evaluate.tasks.imputation import (
+    HiddenGenes,
+    Imputation,
+    expression_of_shares,
+    expression_scores,
+    fitted,
+    own_expression,
+)
 from tests.unit.evaluated import make_context
 
 PROFILE = {"family": "profile", "hidden": 16, "layers": 1, "heads": None}
@@ -94,14 +100,6 @@ def test_a_true_profile_gives_the_expected_logarithm(is_log: bool) -> None:
     seen = np.log1p(counts * 1e4 / counts.sum(1, keepdims=True))[:, :40]
     predicted = expression_of_shares(np.tile(shares, (4000, 1)), visible, is_log)
     np.testing.assert_allclose(predicted.mean(0), seen.mean(0), atol=0.03)
-
-
-def test_means_of_counts_follow_from_expected_logarithms() -> None:
-    random = np.random.default_rng(0)
-    means = np.array([0.01, 0.5, 3.0, 200.0])
-    logs = np.log1p(random.poisson(means, (200_000, 4))).mean(0)
-    np.testing.assert_allclose(counts_of_logs(logs), means, rtol=0.03)
-    assert counts_of_logs(np.zeros((1, 2))).tolist() == [[0, 0]]
 
 
 def test_scores_are_those_of_scipy_and_undefined_for_a_constant() -> None:

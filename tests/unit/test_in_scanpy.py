@@ -1,6 +1,5 @@
 """The notebook-like example leaves in an AnnData what scanpy's users, and the commands, expect there."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from cellmill.cli import main
+from tests.unit.evaluated import with_config
 from tests.unit.exported import export_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "in-scanpy.py"
@@ -28,9 +28,7 @@ def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expec
     levels = {"cell_type": ("a", "b", "c", "<missing>")}
     classify: dict[str, Any] = {"objective": "classification", "label_column": "cell_type", "levels": levels}
     annotator = export_model(runs / "annotator" / "model", corpus["model"] / "vocabulary.tsv", seed=1, **classify)
-    config = json.loads((annotator / "config.json").read_text())
-    classifier = {"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None}
-    (annotator / "config.json").write_text(json.dumps(config | {"levels": levels, "classifier": classifier}))
+    with_config(annotator, classifier={"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None})
     threads = torch.get_num_threads()
     exec(compile(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name, "exec"), {})
     made, before = ad.read_h5ad("analysed.h5ad"), ad.read_h5ad(simulated)

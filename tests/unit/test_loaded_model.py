@@ -1,6 +1,5 @@
 """A model in Python gives the vectors and labels that the commands write, whatever the batch and order of the cells."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,10 @@ import scipy.sparse as sp
 
 import cellmill
 from cellmill.cli import main
-from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.stages import cells as embed
 from cellmill.stages import cells as predict
+from tests.unit.evaluated import embed, with_config
 from tests.unit.exported import export_model
 
 
@@ -34,10 +33,7 @@ def folder(corpus: dict[str, Path]) -> Path:
 def test_vectors_are_those_of_the_command_in_any_batch_and_order(
     tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
 ) -> None:
-    out = tmp_path / "out.h5ad"
-    options = EmbedOptions.model_validate({"embed": {}})
-    embed.embed(options=options, model=folder, input=simulated, counts="X", out=out)
-    expected = np.asarray(ad.read_h5ad(out).obsm["X_cellmill"])
+    expected = np.asarray(ad.read_h5ad(embed(folder, simulated, tmp_path / "out.h5ad")).obsm["X_cellmill"])
     model = cellmill.load(str(folder))
     assert (model.embed(raw) == expected).all()
     order = np.random.default_rng(0).permutation(raw.n_obs)
@@ -75,9 +71,8 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
     twice = raw[:3].copy()
     twice.var_names = [*raw.var_names[:-1], raw.var_names[0]]
     twice.write_h5ad(tmp_path / "twice.h5ad")
-    options = EmbedOptions.model_validate({"embed": {}})
-    embed.embed(options=options, model=folder, input=tmp_path / "twice.h5ad", counts="X", out=tmp_path / "out.h5ad")
-    assert (model.embed(twice) == np.asarray(ad.read_h5ad(tmp_path / "out.h5ad").obsm["X_cellmill"])).all()
+    embedded = ad.read_h5ad(embed(folder, tmp_path / "twice.h5ad", tmp_path / "out.h5ad"))
+    assert (model.embed(twice) == np.asarray(embedded.obsm["X_cellmill"])).all()
     few = raw[:3, :20].copy()
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
         model.embed(few, min_coverage_frac=0)
@@ -93,21 +88,15 @@ def test_labels_are_those_of_the_command(
     cells, levels = simulated, {"cell_type": ("a", "b", "c", "<missing>")}
     classify: dict[str, Any] = {"objective": "classification", "label_column": "cell_type", "levels": levels}
     folder = export_model(tmp_path / "model", folder / "vocabulary.tsv", seed=1, **classify)
-    config = json.loads((folder / "config.json").read_text())
-    classifier = {"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None}
-    (folder / "config.json").write_text(json.dumps(config | {"levels": levels, "classifier": classifier}))
-    section: dict[str, Any] = {"min_probability": 0.45}
-    options = PredictOptions.model_validate({"embed": {}, "predict": section})
-    predict.predict(options=options, model=folder, input=cells, counts="X", out=tmp_path / "out.h5ad")
-    written = ad.read_h5ad(tmp_path / "out.h5ad")
-    made = cellmill.load(folder).predict(ad.read_h5ad(cells), **section)
-    assert list(made.labels) == list(written.obs["cellmill_label"])
-    assert 0 < made.about["n_unknown"] < len(made.labels)
+    with_config(folder, classifier={"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None})
     arguments = ["predict", "--model", str(folder), "--input", str(cells), "--out", str(tmp_path / "by_hand.h5ad")]
-    for flags, given in (([], {}), (["--min-probability", "0.45"], section)):  # the same default, the same threshold
+    model = cellmill.load(folder)
+    given: dict[str, Any] = {"min_probability": 0.45}
+    for flags, options in (([], {}), (["--min-probability", "0.45"], given)):  # the same default, the same threshold
         assert main([*arguments, *flags]) == 0
         by_hand = ad.read_h5ad(tmp_path / "by_hand.h5ad").obs["cellmill_label"]
-        assert list(cellmill.load(folder).predict(ad.read_h5ad(cells), **given).labels) == list(by_hand)
+        assert list(model.predict(ad.read_h5ad(cells), **options).labels) == list(by_hand)
+    assert 0 < (by_hand == "unknown").sum() < len(by_hand)
     few = ad.read_h5ad(cells)[:9, :20].copy()
     few.write_h5ad(tmp_path / "few.h5ad")
     arguments[4] = str(tmp_path / "few.h5ad")
@@ -121,8 +110,7 @@ def test_labels_are_those_of_the_command(
     assert main([*arguments, "--min-coverage-frac", "0"]) == 0
     assert "few: warning: it measures 20 of the model's" in capsys.readouterr().out
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
-        cellmill.load(folder).predict(few, min_coverage_frac=0)
-    assert (made.obsm["cellmill_probabilities"] == np.asarray(written.obsm["cellmill_probabilities"])).all()
+        model.predict(few, min_coverage_frac=0)
 
 
 def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
@@ -135,9 +123,7 @@ def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simul
     heads = {"classifier": entries["cell_type"], "more_classifiers": {"tissue": entries["tissue"]}}
     for name, given, written in (("all", parts | numbers, heads), ("numbers", numbers, {})):
         objective: dict[str, Any] = {"objective": "sum", "parts": given, "levels": levels}
-        model = export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective)
-        config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | written))
+        model = with_config(export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective), **written)
         options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": 0.4}})
         predict.predict(options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad")
         expected, adata = ad.read_h5ad(tmp_path / "out.h5ad"), ad.read_h5ad(simulated)

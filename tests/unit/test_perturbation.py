@@ -17,7 +17,7 @@ from cellmill.evaluate.tasks.changes import CO_EXPRESSION, HeldOut, of_new_conte
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 from tests.unit.evaluated import make_context
 
-CONFIG = PerturbationConfig(name="perturbation", min_cells=4, seeds=2, top_genes=5)
+CONFIG = PerturbationConfig(min_cells=4, seeds=2, top_genes=5)
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +91,17 @@ def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
 def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
     assert held is not None
-    profiles, units = held.profiles, held.units
-    assert len(units) == 5
-    assert set(units.group[units.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
+    profiles = held.profiles
+    assert len(held.group) == 5
+    assert set(held.group[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     known = profiles.expression.toarray()
     half = profiles.half
     assert abs(int((half == 0).sum()) - int((half == 1).sum())) <= 2
     assert (half >= 0).tolist() == screen.roles["is_control"].tolist()
-    found = profiles.changes(units.of_cell, 5, profiles.control_means(1))
+    found = profiles.changes(held.of_cell, 5, profiles.control_means(1))
     batch = screen.roles["batch"].to_numpy()
     for unit in range(5):
-        cells = np.flatnonzero(units.of_cell == unit)
+        cells = np.flatnonzero(held.of_cell == unit)
         of_cells = [known[cell] - known[(half == 1) & (batch == batch[cell])].mean(0) for cell in cells]
         np.testing.assert_allclose(found[unit], np.mean(of_cells, axis=0), atol=1e-5)
 
@@ -148,12 +148,12 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
 def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
     assert held is not None
-    profiles, units, found = held.profiles, held.units, held.features[CO_EXPRESSION]
+    profiles, found = held.profiles, held.features[CO_EXPRESSION]
     starts = profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
     spread = starts.std(0)
     correlation = np.corrcoef(starts[:, spread > 0].T)
     n = len(starts)
-    rows = [units.perturbation.tolist().index(screen.model.vocabulary.symbols[gene]) for gene in range(4)]
+    rows = [held.perturbation.tolist().index(screen.model.vocabulary.symbols[gene]) for gene in range(4)]
     place = [np.flatnonzero(profiles.genes[spread > 0] == gene)[0] for gene in range(4)]
     # loadings whose products are the correlation, as far as their components go: never more of a gene than all of it
     assert found.shape[1] == min(50, n - 1, len(profiles.genes) - 1)
@@ -163,7 +163,7 @@ def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: 
     leading = vectors[:, ::-1][:, : found.shape[1]] * np.sqrt(values[::-1][: found.shape[1]].clip(0))
     np.testing.assert_allclose(products, leading[place] @ leading[place].T, atol=1e-4)
     assert (np.diag(products) <= np.diag(expected) + 1e-6).all()
-    assert np.isnan(found[units.perturbation.tolist().index("unheard")]).all()
+    assert np.isnan(found[held.perturbation.tolist().index("unheard")]).all()
     changed = profiles.expression.tolil()
     changed[np.flatnonzero(profiles.half != 0)] = 7.0
     other = replace(held, profiles=replace(profiles, expression=changed.tocsr()))
@@ -182,7 +182,7 @@ def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
     held = HeldOut.of(context, config, "perturbation")
     assert held is not None
-    vectors = dict(zip(held.units.perturbation, held.features["prior string"]))
+    vectors = dict(zip(held.perturbation, held.features["prior string"]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     assert vectors["TP53"].tolist() == [4, 4]  # found by the id of its gene, which the vocabulary lacks
     assert vectors["TP63 + " + symbols[1]].tolist() == [1, 2]  # the mean of its genes

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cellmill.config.checks import check_together
-from cellmill.config.options import EmbedOptions
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.errors import ConfigError
@@ -19,9 +18,8 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.reconstruct import Reconstruct
 from cellmill.parallel.mesh import set_tf32
 from cellmill.planner.devices import DEVICES, check_precision
-from cellmill.stages import cells
 from tests.models import train_options
-from tests.unit.evaluated import make_context
+from tests.unit.evaluated import embed, make_context
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +39,7 @@ def test_embeddings_in_bfloat16_are_near_those_in_float32(context: Context, tmp_
     folder = context.reader.path.parents[1]
     vectors = {}
     for precision in ("32-true", "bf16-mixed"):
-        out = tmp_path / f"{precision}.h5ad"
-        options = EmbedOptions.model_validate({"embed": {"precision": precision}})
-        cells.embed(options=options, model=folder / "model", input=context.reader.path, counts="X", out=out)
+        out = embed(folder / "model", context.reader.path, tmp_path / f"{precision}.h5ad", precision=precision)
         written = ad.read_h5ad(out)
         assert written.uns["cellmill"]["precision"] == precision
         vectors[precision] = np.asarray(written.obsm["X_cellmill"])  # type: ignore[arg-type]

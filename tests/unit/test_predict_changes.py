@@ -26,7 +26,7 @@ from cellmill.evaluate.tasks.perturbation import METRICS, Perturbation, change_s
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import make_context, make_evaluated, with_obs
 
-CONFIG = PerturbationConfig(name="perturbation", held_out=["perturbation"], min_cells=4, seeds=2, top_genes=5)
+CONFIG = PerturbationConfig(held_out=["perturbation"], min_cells=4, seeds=2, top_genes=5)
 BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
 RESPONSE = {
     "family": "profile",
@@ -141,19 +141,19 @@ def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context
     context, found, _ = cells
     held = HeldOut.of(context, CONFIG, "perturbation")
     assert held is not None
-    profiles, units = held.profiles, held.units
+    profiles = held.profiles
     for fold in held.folds():
         if fold[0]:
             continue
         changed = profiles.expression.tolil()
-        tested = np.isin(units.of_cell, fold[2])
+        tested = np.isin(held.of_cell, fold[2])
         changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0  # nor of the controls of the measured changes
         other = replace(profiles, expression=changed.tocsr())
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
         elsewhere = replace(held, context=replace(context, vectors=blind), profiles=other)
         _, test, predicted = next(elsewhere.predictions([fold]))
-        rows = [found.perturbations.index(name) for name in units.perturbation[test]]
+        rows = [found.perturbations.index(name) for name in held.perturbation[test]]
         for values, name in zip(predicted.values(), found.changes, strict=True):
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)
 

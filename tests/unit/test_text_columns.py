@@ -20,7 +20,7 @@ from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.features import choose_cells
-from cellmill.evaluate.tasks.changes import find_units
+from cellmill.evaluate.tasks.changes import HeldOut
 from cellmill.evaluate.tasks.classify import splits_of
 
 KINDS = ["object", "string", "str", "category"]
@@ -66,7 +66,8 @@ def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
         perturbation=np.array(["p"] * 6), stratum=np.zeros(6, np.int64), dose=np.full(6, "")
     )
     context: Any = SimpleNamespace(roles={"donor": values}, scored=np.ones(6, bool))
-    units = find_units(context, profiles, "donor", 1)
+    config: Any = SimpleNamespace(min_cells=1)
+    units = HeldOut.of_profiles(context, config, "donor", profiles)
     assert units.group.tolist() == ["a", "b", "c"]
     assert units.of_cell.tolist() == [0, -1, 1, 0, -1, 2]
 

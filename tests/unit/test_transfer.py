@@ -65,6 +65,10 @@ def datasets(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Datas
     return Datasets(tmp_path_factory.mktemp("transfer"), simulated)
 
 
+def half(cells: ad.AnnData) -> ad.AnnData:
+    return cells[:, ::2].copy()
+
+
 def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
 
@@ -72,10 +76,7 @@ def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_genes_of_both(
     datasets: Datasets, tmp_path: Path
 ) -> None:
-    def fewer_genes(two: ad.AnnData) -> ad.AnnData:
-        return two[:, ::2].copy()
-
-    found = datasets.evaluate(tmp_path / "evaluate", fewer_genes)
+    found = datasets.evaluate(tmp_path / "evaluate", half)
     assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
     result = found["two"]["transfer"]
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
@@ -116,9 +117,6 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
 def test_the_model_sees_the_shared_genes_alone_and_its_full_panel_is_in_no_verdict(
     datasets: Datasets, tmp_path: Path
 ) -> None:
-    def half(two: ad.AnnData) -> ad.AnnData:
-        return two[:, ::2].copy()
-
     found = datasets.evaluate(tmp_path / "wide", half)["two"]["transfer"]
     cut = datasets.evaluate(tmp_path / "cut", half, one=half(datasets.cells["one"]))["two"]["transfer"]
     rows, narrow = _rows(found), _rows(cut)

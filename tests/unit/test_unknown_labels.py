@@ -1,6 +1,5 @@
 """Labels that a model does not know are named, in evaluation and prediction, and never taken for another."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cellmill.evaluate.predict import MOST_NAMES, calibration_error, count_label
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.stages import cells as predict
-from tests.unit.evaluated import embed, evaluate
+from tests.unit.evaluated import embed, evaluate, with_config
 from tests.unit.exported import export_model
 
 LABELS = ["T cell", "B cell"]
@@ -25,17 +24,13 @@ def _model(folder: Path, corpus: dict[str, Path], **objective: Any) -> Path:
     levels = {"kind": (*LABELS, "<missing>")}
     given: dict[str, Any] = objective or {"objective": "classification", "label_column": "kind"}
     model = export_model(folder / "model", corpus["vocabulary"], levels=levels, **given)
-    config = json.loads((model / "config.json").read_text())
-    classifier = {"label_column": "kind", "labels": LABELS, "calibration": None}
-    (model / "config.json").write_text(json.dumps(config | {"classifier": classifier}))
-    return model
+    return with_config(model, classifier={"label_column": "kind", "labels": LABELS, "calibration": None})
 
 
 def test_evaluation_measures_calibration_with_the_exported_temperature(tmp_path: Path, corpus: dict[str, Path]) -> None:
     model, cells = _model(tmp_path, corpus), _cells(tmp_path, corpus, ["T cell", "B cell"])
-    config = json.loads((model / "config.json").read_text())
-    config["classifier"]["calibration"] = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
-    (model / "config.json").write_text(json.dumps(config))
+    calibration = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
+    with_config(model, classifier={"label_column": "kind", "labels": LABELS, "calibration": calibration})
     figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
     predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
     right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
@@ -143,7 +138,7 @@ def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shard
     kinds = np.repeat(np.arange(30.0), np.arange(1, 31))
     obs = pd.DataFrame({"kind": [*kinds, np.nan]}, index=[str(i) for i in range(len(kinds) + 1)])
     counts = count_labels(obs, "one", "kind", ["29"])
-    line = counts.problem()
+    line = counts.problem
     assert line is not None
     assert line.startswith(
         "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"

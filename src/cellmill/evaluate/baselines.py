@@ -34,13 +34,11 @@ class BaselineCache:
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if it is small."""
-        key = _digest(f"{about} of {VERSIONS}", _arrays(values))
-        if key in self.known:
-            return self.known[key]
-        computed = compute()
-        if computed.nbytes <= MAX_BYTES:
-            self.known[key] = computed
-        return computed
+        key = _digest(f"{about} of {VERSIONS}", values)
+        found = self.known[key] if key in self.known else compute()
+        if found.nbytes <= MAX_BYTES:
+            self.known[key] = found
+        return found
 
     def save(self) -> None:
         """Write what was added. Of two evaluations that save at the same time, one may lose its additions."""
@@ -59,13 +57,13 @@ class CachedClassifiers:
         self._known, self._classifiers = known, classifiers
         self._classes, of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, of_cell))
-        self._digest = _digest(VERSIONS, [*_arrays(features), self._classes, of_cell])
+        self._digest = _digest(VERSIONS, features, self._classes, of_cell)
 
     def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
-        found, of_cells = {}, _digest(self._digest, _arrays(features))
+        found, of_cells = {}, _digest(self._digest, features)
         for name, classifier in self._classifiers.items():
-            if (key := _digest(f"{name}: {classifier!r} on {of_cells}", [])) not in self._known:
+            if (key := _digest(f"{name}: {classifier!r} on {of_cells}")) not in self._known:
                 self._known[key] = self._classes[self._fitted(name).predict(features)]
             found[name] = self._known[key]
         return found
@@ -91,15 +89,12 @@ def _read(file: Path | None) -> dict[str, np.ndarray]:
         return {}
 
 
-def _arrays(features: Any) -> list[np.ndarray]:
-    if sp.issparse(features):
-        return [features.data, features.indices, features.indptr, np.array(features.shape)]
-    return [np.asarray(features)]
-
-
-def _digest(about: str, arrays: list[np.ndarray]) -> str:
+def _digest(about: str, *values: Any) -> str:
+    """SHA-256 of a text and arrays, dense or sparse."""
     whole = hashlib.sha256(about.encode())
-    for array in arrays:
-        whole.update(f" {array.dtype} {array.shape} ".encode())
-        whole.update(np.ascontiguousarray(array).tobytes())
+    for value in values:
+        parts = [value.data, value.indices, value.indptr, np.array(value.shape)] if sp.issparse(value) else [value]
+        for array in map(np.ascontiguousarray, parts):
+            whole.update(f" {array.dtype} {array.shape} ".encode())
+            whole.update(array.tobytes())
     return whole.hexdigest()

@@ -36,7 +36,7 @@ from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
 FEW = 0.5  # share of the expression below which a file is warned about
-_EXAMPLES = 3
+ROW_BLOCK = 1024  # cells read at once
 
 
 @dataclass(frozen=True)
@@ -65,25 +65,20 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
     cells = vocabulary.n_cells.astype(np.float64)
     weights = cells if cells.any() else np.ones(vocabulary.n_genes)
     absent = np.flatnonzero(~present)
-    common = absent[np.argsort(-weights[absent], kind="stable")][:_EXAMPLES]
+    common = absent[np.argsort(-weights[absent], kind="stable")][:3]
     frac = float(weights[present].sum() / weights.sum())
     return GeneCoverage(int(present.sum()), vocabulary.n_genes, frac, tuple(vocabulary.symbols[row] for row in common))
 
 
-ROW_BLOCK = 1024  # cells read at once
-
-
 @dataclass(frozen=True)
 class Embedding:
-    """Result of `embed_cells`."""
-
     vectors: np.ndarray  # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
-    lost_frac: float = 0.0  # fraction of the file's counts on genes whose names are not known
-    lost_names: tuple[str, ...] = ()  # those with most of these counts
-    absent_columns: tuple[str, ...] = ()  # covariates of the model that the file has no obs column of
+    lost_frac: float  # fraction of the file's counts on genes whose names are not known
+    lost_names: tuple[str, ...]  # those with most of these counts
+    absent_columns: tuple[str, ...]  # covariates of the model that the file has no obs column of
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
@@ -101,12 +96,12 @@ def tokens_of(
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
-    chosen: np.ndarray,
-    totals: np.ndarray,
+    chosen: np.ndarray | None = None,
+    totals: np.ndarray | None = None,
     counted: bool = False,
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, `(n_obs,)`) is True, one block of `rows` at a time.
+    """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of `rows` at a time.
 
     `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on known genes
     and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens;
@@ -115,17 +110,18 @@ def tokens_of(
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
-        rows = np.flatnonzero(chosen[first : first + raw.shape[0]])
-        cells, first = rows + first, first + raw.shape[0]
+        n = raw.shape[0]
+        rows = np.arange(n) if chosen is None else np.flatnonzero(chosen[first : first + n])
+        cells, first = rows + first, first + n
         if not len(rows):
             continue
-        raw = raw[rows] if len(rows) < raw.shape[0] else raw
+        raw = raw[rows] if len(rows) < n else raw
         block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
-        if columns.ordered:
-            totals += raw.nnz, raw.nnz
-        else:
+        if totals is not None and columns.ordered:
+            totals += raw.nnz
+        elif totals is not None:
             measured = raw.data if columns.measured.all() else raw.data[columns.measured[raw.indices]]
-            totals += int(block.data.sum(dtype=np.int64)), int(measured.sum(dtype=np.int64))
+            totals += block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)
         nonempty = np.diff(block.indptr) > 0
         block, cells = select_rows(block, nonempty), cells[nonempty].astype(np.int64)
         starts = block.indptr.astype(np.int64)
@@ -141,42 +137,52 @@ def embed_cells(
     model: Model,
     vocabulary: Vocabulary,
     tokens: Tokens,
-    token_budget: int,
+    section: Embed,
     chosen: np.ndarray | None = None,
-    precision: str = "32-true",
 ) -> Embedding:
-    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order."""
+    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order.
+
+    Raises DataError if the model knows too little of the file, or the file of the model.
+    """
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
-    columns, totals = match_columns(reader, vocabulary), np.zeros(2, np.int64)
-    per_cell = {"levels": levels_of(reader, model)}
-    of_columns = np.zeros(reader.n_vars)
+    columns, totals, of_columns = match_columns(reader, vocabulary), np.zeros(2, np.int64), np.zeros(reader.n_vars)
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
-    rows = progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs)
-    rows = _counted(rows, of_columns) if unnamed else rows
-    batches = tokens_of(rows, columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
-    embedded = embed_batches(batches, model, reader.n_obs, token_budget, precision)[chosen]
-    if np.isnan(embedded).all():
+
+    def rows() -> Iterator[sp.csr_matrix]:
+        """Blocks of the file; where some of its names are not known, the counts of each column are added up."""
+        for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
+            if unnamed:
+                of_columns[:] += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
+            yield raw
+
+    per_cell = {"levels": levels_of(reader, model)}
+    batches = tokens_of(rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
+    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)[chosen]
+    if np.isnan(vectors).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    without = int(np.isnan(embedded[:, 0]).sum())
-    absent = tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs)
+    if (frac := float(totals[0] / totals[1])) < (least := section.min_coverage_frac):
+        raise DataError(
+            f"{reader.path}: {frac:.1%} of its counts fall on genes that the model knows, embed.min_coverage_frac is "
+            f"{least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
+        )
+    genes = gene_coverage(columns, vocabulary)
+    if genes.expressed_frac < (least := section.min_expressed_frac):
+        raise DataError(
+            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is {least:g}; use a model of these genes, "
+            "or lower it (--min-expressed-frac)"
+        )
+    reader.warn_if_rounded()
     lost = sorted(unnamed, key=lambda column: -of_columns[column])
     return Embedding(
-        embedded,
-        float(totals[0] / totals[1]),
-        without,
-        gene_coverage(columns, vocabulary),
-        float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
-        tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
-        absent,
+        vectors,
+        coverage_frac=frac,
+        n_without_genes=int(np.isnan(vectors[:, 0]).sum()),
+        genes=genes,
+        lost_frac=float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
+        lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
+        absent_columns=tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs),
     )
-
-
-def _counted(rows: Iterable[sp.csr_matrix], of_columns: np.ndarray) -> Iterator[sp.csr_matrix]:
-    """Rows of a file, whose counts are added to those of each column, float64."""
-    for raw in rows:
-        of_columns += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
-        yield raw
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
@@ -204,30 +210,6 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
     """Run the model without gradients, in the number format `precision`, an option of `embed` and `evaluate`."""
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
         yield
-
-
-def embed_checked(
-    reader: CountsReader,
-    model: Model,
-    vocabulary: Vocabulary,
-    tokens: Tokens,
-    section: Embed,
-    chosen: np.ndarray | None = None,
-) -> Embedding:
-    """`embed_cells`. Raises DataError if the model knows too little of the file, or the file of the model."""
-    embedding = embed_cells(reader, model, vocabulary, tokens, section.token_budget, chosen, section.precision)
-    if embedding.coverage_frac < (least := section.min_coverage_frac):
-        raise DataError(
-            f"{reader.path}: {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows, "
-            f"embed.min_coverage_frac is {least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
-        )
-    if embedding.genes.expressed_frac < (least := section.min_expressed_frac):
-        raise DataError(
-            f"{reader.path}: it measures {embedding.genes}; embed.min_expressed_frac is {least:g}; use a model of "
-            "these genes, or lower it (--min-expressed-frac)"
-        )
-    reader.warn_if_rounded()
-    return embedding
 
 
 def limits_of(embedding: Embedding) -> list[str]:

@@ -5,7 +5,7 @@ and runs on both standardised and unchanged features: standardising raises the w
 which helps or hurts depending on the number of cells.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from sklearn import config_context
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.extmath import row_norms
 from sklearn.utils.sparsefuncs import mean_variance_axis
 from threadpoolctl import ThreadpoolController
@@ -36,7 +35,6 @@ from cellmill.models.family import Model
 ALL_GENES = "all genes"
 OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has, and beginnings of the names of others
 OF_TRAINING = f"PCA{COMPONENTS} of the training cells"
-OF_SCORED = f"PCA{COMPONENTS} of the scored cells"
 REGRESSION = "logistic regression"
 RANKED = "rank-z genes, ANOVA"
 RANKED_GENES = 500
@@ -71,8 +69,7 @@ def features_of_counts(context: Context, counts: sp.csr_matrix, embedding: np.nd
 
 def tokens_of_counts(context: Context, counts: sp.csr_matrix) -> Iterator[Batch]:
     """Tokens of the cells; those without a known gene are left out."""
-    model, every, totals = context.model, np.ones(counts.shape[0], bool), np.zeros(2, np.int64)
-    return tokens_of([counts], context.columns, model.vocabulary, model.tokens, every, totals)
+    return tokens_of([counts], context.columns, context.model.vocabulary, context.model.tokens)
 
 
 def embed_counts(
@@ -81,14 +78,6 @@ def embed_counts(
     """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for cells without any."""
     batches = tokens_of_counts(context, counts) if tokens is None else tokens
     return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, context.options.precision))
-
-
-def with_components(features: dict[str, Any]) -> dict[str, Any]:
-    """The features, with principal components of all genes of these cells, of log counts and of scaled ones."""
-    genes = features.pop(ALL_GENES)
-    scaled = StandardScaler(with_mean=False).fit_transform(genes)
-    components = {OF_SCORED: own_components(genes), f"{OF_SCORED}, scaled genes": own_components(scaled)}
-    return features | components | {ALL_GENES: genes}
 
 
 def own_components(profiles: sp.csr_matrix) -> np.ndarray:
@@ -199,8 +188,8 @@ def fit_all(
 ) -> dict[str, CachedClassifiers]:
     """Classifiers by kind of features; `features` are `(cells, width)` each, dense or sparse.
 
-    They are fitted when a prediction of theirs is not in `context.baselines`. With a classifier of another package,
-    whose code may change, no prediction is saved there. Genes by rank have the standardised regression alone.
+    With a classifier of another package, whose code may change, no prediction is saved. Genes by rank have the
+    standardised regression alone.
     """
     baselines, most, installed = context.baselines, min(neighbors, len(labels)), context.options.classifiers
     return {
@@ -221,11 +210,6 @@ def predict_all(fitted: Mapping[str, CachedClassifiers], features: Mapping[str, 
         for kind, of_kind in fitted.items()
         for name, classes in of_kind.predict(features[kind]).items()
     }
-
-
-def stacked(parts: Sequence[Any]) -> Any:
-    """Rows of all parts, each dense or each sparse."""
-    return sp.vstack(parts, format="csr") if sp.issparse(parts[0]) else np.concatenate(parts)
 
 
 def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
@@ -258,20 +242,14 @@ def halves(context: Context) -> np.ndarray:
         return found
     counts = read_rows(context.reader, cells)
     genes = log_normalise(summed(counts) if context.columns.ordered else counts)
-    first, classifier = first_half(labels, seed), {REGRESSION: LogisticRegression(standardised=True)}
+    order = np.random.Generator(np.random.Philox(key=[seed, 6])).permutation(len(labels))
+    half, classifier = np.ones(len(labels), bool), {REGRESSION: LogisticRegression(standardised=True)}
+    half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
     with small_problems():
-        for tested in (first, ~first):
+        for tested in (half, ~half):
             fitted = CachedClassifiers(context.baselines.known, classifier, genes[~tested], labels[~tested])
             found[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
     return found
-
-
-def first_half(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Mask, bool `(cells,)`, of a drawn half of the cells of each label, but for one."""
-    order = np.random.Generator(np.random.Philox(key=[seed, 6])).permutation(len(labels))
-    half = np.ones(len(labels), bool)
-    half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
-    return half
 
 
 @dataclass(frozen=True)
@@ -295,8 +273,7 @@ def labelled_cells(
 ) -> Labelled | TaskResult:
     """Evaluated cells of classes with at least `fewest` cells; the result of a skipped task if fewer than two.
 
-    Prints the classes. `task` and `needed_by`, the option that needs so many cells, are named in messages. Raises
-    DataError for a column of one class.
+    Prints the classes. `needed_by` is the option that needs so many cells. Raises DataError for a column of one class.
     """
     if "label" not in context.roles:
         return TaskResult(skipped="the dataset has no label column")

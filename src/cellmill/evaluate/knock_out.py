@@ -2,13 +2,13 @@
 
 A cell's shift is 1 - the cosine of its embeddings with and without the gene (Theodoris et al. 2023, Nature 618:616); a
 gene's shift is the mean over the drawn cells that express it. A frequent gene moves a cell further than a rare one,
-whatever it does. So each gene is compared with the `null_genes` other genes whose mean expression in the cells that
-express them is nearest: how many of these move cells at least as far. This says what the model makes of a gene, not
-what the cells would do.
+whatever it does, so each gene is compared with the `null_genes` other genes whose mean expression in the cells that
+express them is nearest: how many of these move cells at least as far.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
@@ -20,105 +20,84 @@ from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.evaluate.embed import Embedding, embed_batches, embed_checked, levels_of, tokens_of
+from cellmill.evaluate.embed import Embedding, embed_batches, embed_cells, levels_of, tokens_of
 from cellmill.evaluate.features import keep_columns, read_rows
 from cellmill.evaluate.scores import divide, draw_cells
 from cellmill.files import progress
 from cellmill.models.family import Model
 
 
-@dataclass(frozen=True)
-class KnockedOut:
-    """Shifts of the drawn cells under each gene's removal, and their summary by gene."""
-
-    cells: np.ndarray  # indices in the file, ascending
-    shifts: sp.csr_matrix  # `(cells, genes)` float32; an entry for each cell that expresses the gene
-    genes: pd.DataFrame
-    """By Ensembl id, the largest z first: symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift,
-    null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1))."""
-    embedding: Embedding  # of the drawn cells, with all of their genes
-
-
 def knock_out_genes(
-    reader: CountsReader,
-    network: Model,
-    vocabulary: Vocabulary,
-    tokens: Tokens,
-    embed: Embed,
-    section: KnockOut,
-) -> KnockedOut:
-    """Remove one gene at a time from drawn cells of a file.
+    reader: CountsReader, network: Model, vocabulary: Vocabulary, tokens: Tokens, embed: Embed, section: KnockOut
+) -> tuple[ad.AnnData, Embedding]:
+    """Remove one gene at a time from drawn cells; return their shifts, and their embedding with all genes.
 
-    Raises DataError as `embed_checked`, and where every gene is rare; ConfigError for one that is unknown or rare.
+    X, CSR float32, has an entry for each cell that expresses the gene. var is by Ensembl id, the largest z first:
+    symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift, null_mean, null_sd, z, p (one-sided, at least
+    1 / (null genes + 1)). Raises DataError as `embed_cells`, and where every gene is rare; ConfigError for one that is
+    unknown or rare.
     """
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
         raise DataError(f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells")
     cells = draw_cells(np.arange(reader.n_obs), section.cells, section.seed, key=0)
     drawn = np.isin(np.arange(reader.n_obs), cells)
-    embedding = embed_checked(reader, network, vocabulary, tokens, embed, drawn)
+    embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
     counts, levels = read_rows(reader, cells), levels_of(reader, network)
-    whole, n_genes = _unit(embedding.vectors), vocabulary.n_genes
+    whole = _unit(embedding.vectors)
 
-    profiles = log_normalise(select_columns(counts, columns.target, n_genes)).tocsc()
+    profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
     wanted = rows_of_genes(section, vocabulary, n_expressing)
     if not len(wanted):
         raise DataError(f"{reader.path}: no gene has counts in {section.min_cells:,} of {len(cells):,} drawn cells")
-    nulls = {gene: _nearest(gene, usable, expression)[: section.null_genes] for gene in wanted.tolist()}
+    nulls = {}  # other genes, the nearest in expression first
+    for gene in wanted.tolist():
+        others = usable[usable != gene]
+        nearest = np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")
+        nulls[gene] = others[nearest][: section.null_genes].tolist()
 
     def shifts_of(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
         cells = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
-        block, totals = keep_columns(counts[cells], columns.target != gene), np.zeros(2, np.int64)
+        block = keep_columns(counts[cells], columns.target != gene)
         per_cell = {"levels": None if levels is None else levels[drawn][cells]}
-        every = np.ones(len(cells), bool)
-        batches = tokens_of([block], columns, vocabulary, tokens, every, totals, per_cell=per_cell)
+        batches = tokens_of([block], columns, vocabulary, tokens, per_cell=per_cell)
         without = _unit(embed_batches(batches, network, len(cells), embed.token_budget, embed.precision))
         shifts = 1 - (without * whole[cells]).sum(1)
         known = np.isfinite(shifts)
         return cells[known], shifts[known]
 
-    removed = sorted({*wanted.tolist()}.union(*(null.tolist() for null in nulls.values())))
+    removed = sorted({*nulls}.union(*nulls.values()))
     steps = progress(removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1)
     found = {gene: shifts_of(gene) for gene in steps}
-    mean = {gene: float(shifts.mean()) if len(shifts) else float("nan") for gene, (_, shifts) in found.items()}
-    rows = [
-        {"symbol": vocabulary.symbols[gene], "n_cells": len(found[gene][0]), "expression": expression[gene]}
-        | _compared(mean[gene], np.array([mean[other] for other in others.tolist()]))
-        for gene, others in nulls.items()
-    ]
+    mean = {gene: float(shifts.mean()) if len(shifts) else np.nan for gene, (_, shifts) in found.items()}
+    rows: list[dict[str, Any]] = []
+    for gene, others in nulls.items():
+        null = np.array([mean[other] for other in others])
+        null, shift = null[np.isfinite(null)], mean[gene]
+        about = {"symbol": vocabulary.symbols[gene], "n_cells": len(found[gene][0]), "expression": expression[gene]}
+        compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
+        if len(null) and np.isfinite(shift):
+            center, sd = float(null.mean()), float(null.std())
+            compared |= {"null_mean": center, "null_sd": sd, "z": (shift - center) / sd if sd else np.nan}
+            compared["p"] = (1 + int((null >= shift).sum())) / (1 + len(null))
+        rows.append(about | compared)
     genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
     by_gene = [found[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
-    parts = [np.concatenate(part) for part in zip(*by_gene)]
-    matrix = sp.csc_matrix((parts[1].astype(np.float32), parts[0], ends), shape=(len(cells), len(wanted)))
-    return KnockedOut(cells, matrix.tocsr(), genes.iloc[order], embedding)
-
-
-def _compared(shift: float, null: np.ndarray) -> dict[str, float]:
-    """A gene's shift beside those of its null genes."""
-    null = null[np.isfinite(null)]
-    if not len(null) or not np.isfinite(shift):
-        return {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
-    mean, sd = float(null.mean()), float(null.std())
-    p = (1 + int((null >= shift).sum())) / (1 + len(null))
-    return {"shift": shift, "null_mean": mean, "null_sd": sd, "z": (shift - mean) / sd if sd else np.nan, "p": p}
+    of_cells, shifts = (np.concatenate(part) for part in zip(*by_gene))
+    matrix = sp.csc_matrix((shifts.astype(np.float32), of_cells, ends), shape=(len(cells), len(wanted)))
+    return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
     """The vectors, `(cells, width)`, at length 1, float64."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
-
-
-def _nearest(gene: int, usable: np.ndarray, expression: np.ndarray) -> np.ndarray:
-    """Other genes of `usable`, the nearest in expression first."""
-    others = usable[usable != gene]
-    return others[np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")]
 
 
 def rows_of_genes(section: KnockOut, vocabulary: Vocabulary, n_expressing: np.ndarray) -> np.ndarray:

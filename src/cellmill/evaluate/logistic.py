@@ -59,7 +59,12 @@ class LogisticRegression:
             mean = values.mean(0)
             values -= mean
         if self.standardised:
-            scale = _deviations(values, mean)
+            if centred:
+                around, variance = mean, np.einsum("ij,ij->j", values, values) / n
+            else:
+                around, variance = mean_variance_axis(values, axis=0)
+            variance[variance <= 1e-20 * around**2] = 1  # of a constant feature
+            scale = np.sqrt(variance)
         if centred:
             values /= scale
         elif small:
@@ -75,16 +80,6 @@ class LogisticRegression:
     def predict(self, features: Any) -> np.ndarray:
         """The class of highest probability of each cell, `(cells,)`, of features `(cells, width)`."""
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
-
-
-def _deviations(values: Any, mean: np.ndarray) -> np.ndarray:
-    """Standard deviation of each feature, 1 for a constant one, of sparse or centred `values`, once of this `mean`."""
-    if sp.issparse(values):
-        mean, variance = mean_variance_axis(values, axis=0)
-    else:
-        variance = np.einsum("ij,ij->j", values, values) / len(values)
-    variance[variance <= 1e-20 * mean**2] = 1
-    return np.sqrt(variance)
 
 
 def _fit(
@@ -131,10 +126,7 @@ def _shifted(matrix: np.ndarray, diagonal: float) -> np.ndarray:
 
 
 def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Coefficients `(classes, columns)` of whitened features `(cells, columns)`.
-
-    `targets` are `(classes, cells)`, one-hot.
-    """
+    """Coefficients `(classes, columns)` of whitened features `(cells, columns)` and one-hot `(classes, cells)`."""
     n, share = len(features), CURVATURE / len(features)
 
     def loss(x: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:

@@ -33,7 +33,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.obs import values_of_column
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import Embedding, embed_checked, limits_of, load_for_inference
+from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -46,8 +46,6 @@ FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temp
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of `calibrate`."""
-
     temperature: float
     n_cells: int
     accuracy: float
@@ -161,31 +159,6 @@ def calibration_of(
     return calibrate(run_head(model, np.concatenate(vectors), objective.predict), found) if len(found) else None
 
 
-def uncalibrated(classifier: dict[str, Any]) -> str:
-    """Return why the probabilities of a model are not calibrated."""
-    return str(classifier.get("uncalibrated", NO_VALIDATION))
-
-
-def threshold(section: Predict, classifier: dict[str, Any]) -> float:
-    """Return the smallest probability of a label that is given. Raises ConfigError for an accuracy out of reach."""
-    if section.min_accuracy is None:
-        return section.min_probability or 0.0
-    calibration = classifier["calibration"]
-    if calibration is None:
-        raise ConfigError(
-            f"predict.min_accuracy: the model is not calibrated ({uncalibrated(classifier)}); set "
-            "predict.min_probability"
-        )
-    known = [(accuracy, at) for at, accuracy in enumerate(calibration["accuracy_above"]) if accuracy is not None]
-    reached = [at for accuracy, at in known if accuracy >= section.min_accuracy]
-    if not reached:
-        raise ConfigError(
-            f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the best "
-            f"has {max(known)[0]:.3f}; lower it"
-        )
-    return reached[0] / STEPS
-
-
 LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
 VALUE = "cellmill_value"  # obs
@@ -217,11 +190,29 @@ class Predicted:
 
 
 def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: str) -> dict[str, float]:
-    """`threshold` by the end of the names of each head of labels; ConfigError names the model as `name`."""
-    heads = classifiers_of(model, config)
+    """Smallest probability of a label that is given, by the end of the names of each head of labels.
+
+    Raises ConfigError for a model without heads, which it calls `name`, and for an accuracy out of reach.
+    """
+    heads, smallest = classifiers_of(model, config), {}
     if not heads and not regressions_of(model.objective):
         raise ConfigError(f"{name}: it predicts no labels; export a run with objective classification or regression")
-    return {end: threshold(section, classifier) for end, (_, classifier) in heads.items()}
+    for end, (_, classifier) in heads.items():
+        smallest[end] = section.min_probability or 0.0
+        if section.min_accuracy is None:
+            continue
+        if (calibration := classifier["calibration"]) is None:
+            why = classifier.get("uncalibrated", NO_VALIDATION)
+            raise ConfigError(f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability")
+        known = [(accuracy, at) for at, accuracy in enumerate(calibration["accuracy_above"]) if accuracy is not None]
+        reached = [at for accuracy, at in known if accuracy >= section.min_accuracy]
+        if not reached:
+            raise ConfigError(
+                f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
+                f"best has {max(known)[0]:.3f}; lower it"
+            )
+        smallest[end] = reached[0] / STEPS
+    return smallest
 
 
 def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, smallest: dict[str, float]) -> Predicted:
@@ -284,7 +275,7 @@ class LoadedModel:
         section = check_options(Embed, options, "options of embed")
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
             reader.dataset = dataset
-            embedding = embed_checked(reader, self._model, self.vocabulary, self._tokens, section)
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
         for line in limits_of(embedding):
             warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
         return embedding
@@ -318,54 +309,38 @@ def tally(values: np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Result of `count_labels`."""
-
-    column: str
-    present: bool  # False if the file has no such obs column
     n_labelled: int
-    labels: Sequence[str]  # known to the model
-    unknown: dict[str, int]  # cells by label that the model does not know, the most frequent first
-
-    @property
-    def n_unknown(self) -> int:
-        """Cells of a label that the model does not know."""
-        return sum(self.unknown.values())
+    n_unknown: int  # cells of a label that the model does not know
+    unknown: dict[str, int]  # cells by such a label, the most frequent first
+    problem: str | None  # what is wrong with the labels, without a full stop
 
     def numbers(self) -> dict[str, Any]:
         """Cells of unknown labels and the labels of most of them; empty without any."""
         named = dict(list(self.unknown.items())[:MOST_NAMES])
         return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
 
-    def problem(self) -> str | None:
-        """What is wrong with the labels, after the name of the column, without a full stop; None if nothing is."""
-        unknown = _listed([f"{label!r} {n:,}" for label, n in self.unknown.items()])
-        if not self.present:
-            return f"{self.column}: the file has no such obs column"
-        if not self.n_labelled:
-            return f"{self.column}: no cell has a label"
-        labelled = f"{self.n_labelled:,} labelled cells"
-        if self.n_unknown == self.n_labelled:
-            known = f"a label that the model knows: expected {_listed(self.labels)}; got {unknown}"
-            return f"{self.column}: none of {labelled} has {known}"
-        if self.unknown:
-            return (
-                f"{self.column}: {self.n_unknown:,} of {labelled} have a label that the model does not know: {unknown}"
-            )
-        return None
+
+def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]) -> LabelCounts:
+    """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a column `dataset`."""
+    found = values_of_column(obs, dataset, column)
+    if found is None:
+        return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
+    codes, values = pd.factorize(found)
+    given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
+    unknown = {label: n for label, n in tally(given).items() if label not in labels}
+    n, n_unknown, problem = len(given), sum(unknown.values()), ""
+    named = _listed([f"{label!r} {n:,}" for label, n in unknown.items()])
+    if not n:
+        problem = "no cell has a label"
+    elif n_unknown == n:
+        known = _listed(labels)
+        problem = f"none of {n:,} labelled cells has a label that the model knows: expected {known}; got {named}"
+    elif unknown:
+        problem = f"{n_unknown:,} of {n:,} labelled cells have a label that the model does not know: {named}"
+    return LabelCounts(n, n_unknown, unknown, f"{column}: {problem}" if problem else None)
 
 
 def _listed(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]) -> LabelCounts:
-    """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a column `dataset`."""
-    found = values_of_column(obs, dataset, column)
-    if found is None:
-        return LabelCounts(column, False, 0, labels, {})
-    codes, values = pd.factorize(found)
-    given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
-    unknown = {label: n for label, n in tally(given).items() if label not in labels}
-    return LabelCounts(column, True, len(given), labels, unknown)

@@ -1,8 +1,6 @@
 """Result files of evaluations: embeddings and predictions in .h5ad files, and scores.csv.
 
-Embeddings and predictions are written to a file of their own or added to a copy of the cells' file. Embeddings by
-models of other packages are read from obsm["X_emb"], or X, of an .h5ad with the same cells in the same order.
-scores.csv has every number of all tables of an evaluation, one per line.
+Embeddings and predictions are written to a file of their own or added to a copy of the cells' file.
 """
 
 import csv
@@ -24,8 +22,9 @@ from cellmill.errors import DataError
 from cellmill.evaluate.predict import ABOUT_PREDICTION, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
 from cellmill.files import atomic_path
 
-KEY, EXTERNAL_KEY = "X_cellmill", "X_emb"  # keys in obsm
-ABOUT = "cellmill"  # key in uns
+KEY, ABOUT = "X_cellmill", "cellmill"  # in obsm and uns
+OWN, EXTERNAL = f"obsm[{KEY!r}]", "obsm['X_emb']"
+PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
 
 
@@ -33,14 +32,15 @@ def write_embedding(
     path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any], source: Path | None = None
 ) -> None:
     """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, or added to a copy of the .h5ad `source`."""
-    with _opened(path, obs, {KEY: vectors}, {ABOUT: about}, source):
-        pass
+    with create_h5(path, copy_of=source) as file:
+        _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
 
 
 def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None) -> None:
     """Write the predictions with `obs`, or in place of another model's in a copy of the .h5ad `source`."""
     columns = predicted.obs
-    with _opened(path, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source) as file:
+    with create_h5(path, copy_of=source) as file:
+        _add(file, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source)
         if source is None:
             return
         obs = file["obs"]
@@ -58,24 +58,18 @@ def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source
         obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
 
 
-@contextmanager
-def _opened(
-    path: Path, obs: pd.DataFrame, obsm: Mapping[str, np.ndarray], uns: Mapping[str, Any], source: Path | None
-) -> Iterator[h5py.File]:
-    """An .h5ad of these entries without X, or a copy of `source`, which may be `path`, with them in obsm and uns.
-
-    Atomic, and so takes the size of `source` on disk; OSError names `path`.
-    """
-    with create_h5(path, copy_of=source) as file:  # anndata's own writer crashes the interpreter when the disk is full
-        if source is None:
-            write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
-        else:
-            for group, entries in (("obsm", obsm), ("uns", uns)):
-                if group not in file:
-                    write_elem(file, group, {})
-                for name, value in entries.items():
-                    write_elem(file[group], name, value)
-        yield file
+def _add(
+    file: h5py.File, obs: pd.DataFrame, obsm: Mapping[str, Any], uns: Mapping[str, Any], source: Path | None
+) -> None:
+    """Write these entries without X or, to a copy of `source`, those of obsm and uns."""
+    if source is None:  # anndata's own writer of files crashes the interpreter when the disk is full
+        write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
+        return
+    for group, entries in (("obsm", obsm), ("uns", uns)):
+        if group not in file:
+            write_elem(file, group, {})
+        for name, value in entries.items():
+            write_elem(file[group], name, value)
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
@@ -87,13 +81,11 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
     with open_h5(path, AGAIN) as file:
-        with _readable(f"{path}: not an embedding by cellmill: obsm[{KEY!r}] or uns[{ABOUT!r}]", f"; {AGAIN}"):
-            stored, digest = file["obsm"][KEY], str(read_elem(file["uns"][ABOUT]["model_digest"]))
-        if digest != model_digest:
-            raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}")
-        vectors = _vectors(file, stored, f"obsm[{KEY!r}]", names, str(path), "the dataset", f"; {AGAIN}")
+        _, _, vectors, about = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
+    if (digest := str(about.get("model_digest"))) != model_digest:
+        raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}")
     if width not in (None, vectors.shape[1]):
-        raise DataError(f"{path}: obsm[{KEY!r}]: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}")
+        raise DataError(f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}")
     finite = np.isfinite(vectors)
     if (wrong := (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)).any():
         raise DataError(f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}")
@@ -107,15 +99,14 @@ def read_costs(path: Path) -> dict[str, float]:
 
 
 def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
-    """Vectors `(cells, width)` float32, finite. Raises DataError, beginning with `command`, for anything else."""
+    """Vectors of another package's model, `(cells, width)` float32, finite, from obsm["X_emb"] or X.
+
+    Raises DataError, beginning with `command`, for anything else, such as other cells or another order.
+    """
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
     with open_h5(path, command) as file:
-        with _readable(f"{command}: what it wrote"):
-            has_key = EXTERNAL_KEY in file.get("obsm", {})
-            stored = file["obsm"][EXTERNAL_KEY] if has_key else file.get("X")
-        where = f"obsm[{EXTERNAL_KEY!r}]" if has_key else "X"
-        vectors = _vectors(file, stored, where, names, command, "{cells}")
+        _, where, vectors, _ = _read(file, command, (EXTERNAL, "X"), names, "{cells}")
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         raise DataError(
@@ -131,24 +122,27 @@ def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
     Vectors are `(cells, width)` float32; a row is finite, or all NaN.
     """
     with open_h5(path) as file:
-        with _readable(f"{path}: obs, obsm or uns"):
-            names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
-            key = next((key for key in (KEY, EXTERNAL_KEY) if key in file.get("obsm", {})), None)
-            stored = file.get("X") if key is None else file["obsm"][key]
-            about = dict(read_elem(file["uns"][ABOUT])) if key == KEY else {}
-        vectors = _vectors(file, stored, "X" if key is None else f"obsm[{key!r}]", names, str(path), "it")
+        names, _, vectors, about = _read(file, str(path), (OWN, EXTERNAL, "X"))
     refuse_duplicates(str(path), "obs", names)
     vectors[~np.isfinite(vectors).all(axis=1)] = np.nan
     return names, vectors, about
 
 
-def _vectors(
-    file: h5py.File, stored: Any, where: str, names: pd.Index, source: str, cells: str, remedy: str = ""
-) -> np.ndarray:
-    """The array `stored` of an .h5ad of the cells `names`, `(cells, width)` float32."""
-    with _readable(f"{source}: obs", remedy):
+def _read(
+    file: h5py.File,
+    source: str,
+    wanted: tuple[str, ...],
+    names: pd.Index | None = None,
+    cells: str = "",
+    remedy: str = "",
+) -> tuple[pd.Index, str, np.ndarray, dict[str, Any]]:
+    """obs names, which must be `names`; the first array of `wanted`, by name; and uns["cellmill"] with an own one."""
+    with _readable(f"{source}: obs, obsm or uns", remedy):
         found = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
-    if not found.equals(names.astype(str)):
+        where = next((name for name in wanted if PATHS[name] in file), wanted[-1])
+        stored = file.get(PATHS[where])
+        about = dict(read_elem(file["uns"][ABOUT])) if where == OWN and stored is not None else {}
+    if names is not None and not found.equals(names.astype(str)):
         at = next((i for i, (a, b) in enumerate(zip(found, names)) if a != b), min(len(found), len(names)))
         there, here = (repr(index[at]) if at < len(index) else "no cell" for index in (found, names))
         raise DataError(
@@ -159,12 +153,11 @@ def _vectors(
         # a null dataset, as anndata 0.12 writes for X = None, has no shape
         dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
         form = f"shape {stored.shape} of {stored.dtype}" if dense else "no dense array"
-        wanted = where if where.endswith(f"{KEY!r}]") else f"obsm[{EXTERNAL_KEY!r}] or X"
-        raise DataError(f"{source}: expected a dense array of numbers in {wanted}, got {form}{remedy}")
-    if stored.shape[0] != len(names) or not stored.shape[1]:
-        raise DataError(f"{source}: expected {len(names):,} rows in {where}, got shape {stored.shape}{remedy}")
+        raise DataError(f"{source}: expected a dense array of numbers in {' or '.join(wanted)}, got {form}{remedy}")
+    if stored.shape[0] != len(found) or not stored.shape[1]:
+        raise DataError(f"{source}: expected {len(found):,} rows in {where}, got shape {stored.shape}{remedy}")
     with _readable(f"{source}: {where}", remedy):
-        return np.asarray(stored[:], np.float32)
+        return found, where, np.asarray(stored[:], np.float32), about
 
 
 @contextmanager
@@ -179,12 +172,10 @@ def _readable(what: str, remedy: str = "") -> Iterator[None]:
 
 
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
-STATISTICS = ("mean", "sd", "repetitions")
-"""Endings of the keys of rows; other keys are single values."""
 
 
 def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:
-    """Write the rows of `datasets`, as in metrics.json, to `path`."""
+    """Write every number of the rows of `datasets`, as in metrics.json, to `path`, one per line."""
     with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
@@ -198,9 +189,9 @@ def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[Any, ...]]:
-    """Column, statistic, repetition and value; nothing for what is no number."""
+    """Column, statistic (mean, sd or repetition by the end of the key, else value), repetition and value of numbers."""
     column, _, ending = key.rpartition("_")
-    column, statistic = (column, ending) if column and ending in STATISTICS else (key, "value")
+    column, statistic = (column, ending) if column and ending in ("mean", "sd", "repetitions") else (key, "value")
     for repetition, one in enumerate(value if isinstance(value, list) else [value]):
         if isinstance(one, int | float):
             yield column, statistic.removesuffix("s"), repetition if isinstance(value, list) else "", one

@@ -65,20 +65,19 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     for row, classes in zip(scores, predicted):
         tested = classes != NOT_TESTED
         seen, guessed = labels[tested], classes[tested]
-        row[tested] = seen == guessed if metric == "accuracy" else _f1(seen, guessed, metric == "weighted_f1")
+        if metric == "accuracy":
+            row[tested] = seen == guessed
+            continue
+        # F1 plus its derivative by the weight of each cell, times the number of cells
+        names, weighted = np.union1d(seen, guessed), metric == "weighted_f1"
+        is_class, called = seen[:, None] == names, guessed[:, None] == names
+        sizes = is_class.sum(0) + called.sum(0)
+        f1 = 2 * (is_class & called).sum(0) / sizes
+        share = is_class.mean(0) if weighted else np.full(len(names), 1 / len(names))
+        hits = 2.0 * (is_class & called) - f1 * (is_class.astype(float) + called)
+        terms = len(seen) * (hits / sizes) @ share + share @ f1
+        row[tested] = terms + is_class @ f1 - share @ f1 if weighted else terms
     return scores
-
-
-def _f1(labels: np.ndarray, predicted: np.ndarray, weighted: bool) -> np.ndarray:
-    """F1 plus its derivative by the weight of each cell, times the number of cells."""
-    classes = np.union1d(labels, predicted)
-    true, guessed = labels[:, None] == classes, predicted[:, None] == classes
-    sizes = true.sum(0) + guessed.sum(0)
-    f1 = 2 * (true & guessed).sum(0) / sizes
-    share = true.mean(0) if weighted else np.full(len(classes), 1 / len(classes))
-    hits = 2.0 * (true & guessed) - f1 * (true.astype(float) + guessed)
-    terms = len(labels) * (hits / sizes) @ share + share @ f1
-    return np.asarray(terms + true @ f1 - share @ f1 if weighted else terms)
 
 
 def paired_difference(own: np.ndarray, other: np.ndarray) -> Difference:
@@ -282,15 +281,13 @@ class Predictions:
         return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]
 
 
-def is_own(name: str) -> bool:
-    return name.startswith(EMBEDDING)
-
-
 def kind_of(name: str) -> str:
     """Kind of a method's row: model, variant, external or baseline."""
     if name.startswith(VARIANTS):
         return "variant"
-    return "model" if is_own(name) else "external" if name.startswith(EXTERNAL) else "baseline"
+    if name.startswith(EMBEDDING):
+        return "model"
+    return "external" if name.startswith(EXTERNAL) else "baseline"
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
@@ -311,13 +308,12 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
 
 def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
     """Every method of the embedding minus every other, in each column."""
-    return [
-        difference(column, own, other)
-        for column in columns
-        for own in filter(is_own, column.scores)
-        for other in column.scores
-        if not is_own(other)
-    ]
+    lines = []
+    for column in columns:
+        own = [name for name in column.scores if name.startswith(EMBEDDING)]
+        others = [name for name in column.scores if name not in own]
+        lines += [difference(column, name, other) for name in own for other in others]
+    return lines
 
 
 def difference(column: ScoreColumn, compared: str, against: str) -> dict[str, Any]:

@@ -72,11 +72,8 @@ class EvaluatedDatasets:
         with open_dataset(files.cells) as reader:
             vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
             columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs}
-            yield (
-                reader,
-                vectors,
-                {role: reader.obs_column(of, f"the dataset's {role}") for role, of in columns.items()},
-            )
+            roles = {role: reader.obs_column(of, f"the dataset's {role}") for role, of in columns.items()}
+            yield reader, vectors, roles
 
 
 MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
@@ -91,11 +88,10 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for genes, counts, starts in _blocks(manifest, MAX_TRAIN_CELLS):
         made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
-        values, cu_seqlens = made.values, made.cu_seqlens
-        rows, lengths = made.genes - len(SPECIAL), np.diff(cu_seqlens)
-        buckets = rank_buckets(np.arange(len(rows)) - np.repeat(cu_seqlens[:-1], lengths))
+        rows = made.genes - len(SPECIAL)
+        buckets = rank_buckets(np.arange(len(rows)) - np.repeat(made.cu_seqlens[:-1], np.diff(made.cu_seqlens)))
         by_rank += np.bincount(buckets * n_genes + rows, minlength=by_rank.size).reshape(by_rank.shape)
-        total += np.bincount(rows, weights=values, minlength=n_genes)
+        total += np.bincount(rows, weights=made.values, minlength=n_genes)
         n_cells += len(starts) - 1
     n = by_rank.sum(0)
     overall = float(total.sum() / max(n.sum(), 1))
@@ -148,10 +144,7 @@ class TrainedCells:
             self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number excluded for their counts.
-
-        These equal a trained cell of another name; their number is printed.
-        """
+        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies, which is printed."""
         unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
         copies = self.copies(reader, unnamed)
         if n := int(copies.sum()):
@@ -265,13 +258,10 @@ class Context:
     @property
     def supervised(self) -> str | None:
         """Addition to the model's name in tables and verdicts if it was trained with labels."""
-        columns = self.model.supervised_by
-        if not columns:
-            return None
-        label = self.roles.get("label")
+        columns, label = self.model.supervised_by, self.roles.get("label")
         if label is not None and str(label.name) in columns:
             return f"supervised by this label ({label.name})"
-        return f"supervised by {', '.join(columns)}"
+        return f"supervised by {', '.join(columns)}" if columns else None
 
 
 @dataclass(frozen=True)

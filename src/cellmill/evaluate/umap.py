@@ -30,7 +30,7 @@ APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # what umap-learn imports of 
 
 @cache
 def import_umap() -> Any:
-    """umap-learn, its machine code kept on disk, in numba's cache, where that is writable.
+    """umap-learn, its machine code kept in numba's cache where that is writable.
 
     It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4. The approximate
     search of neighbours, which is not used here, would compile for 14 when it is imported.
@@ -58,7 +58,12 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
     neighbors = min(15, len(vectors) - 1)
-    known = exact_neighbors(vectors, neighbors)
+    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own first one, even where another is
+    # at the same place
+    search = import_module("sklearn.neighbors").NearestNeighbors(n_neighbors=neighbors, algorithm="brute")
+    distances, indices = search.fit(vectors).kneighbors()
+    indices = np.hstack([np.arange(len(vectors))[:, None], indices[:, :-1]])
+    known = indices, np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
     # spectral initialisation needs more cells than dimensions and neighbours
     init = "spectral" if len(vectors) > 16 else "random"
     umap = import_umap()
@@ -66,17 +71,6 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
         model = umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known)
         return model.fit_transform(vectors)
-
-
-def exact_neighbors(vectors: np.ndarray, neighbors: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and distances `(cells, neighbors)` of the nearest cells, each cell its own first neighbour.
-
-    4 CPU-seconds for 20,000 cells of width 128.
-    """
-    search = import_module("sklearn.neighbors").NearestNeighbors(n_neighbors=neighbors, algorithm="brute")
-    distances, indices = search.fit(vectors).kneighbors()
-    own = np.arange(len(vectors))[:, None]  # even where another cell is at the same place
-    return np.hstack([own, indices[:, :-1]]), np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
 
 
 def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:

@@ -32,8 +32,8 @@ from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array, text_of
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.evaluate.embed import embed_checked, limits_of, load_for_inference
-from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of, uncalibrated
+from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.predict import LABEL, NO_VALIDATION, classifiers_of, count_labels, predict_heads, thresholds_of
 from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
 from cellmill.files import sha256_file, write_json
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
@@ -51,7 +51,7 @@ def embed(
     network, vocabulary, tokens, config = load_for_inference(model)
     started = time.perf_counter()
     with open_dataset(path, counts) as reader:
-        embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
+        embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
     seconds, peak_gb = time.perf_counter() - started, memory_bytes(next(network.parameters()).device)[0] / 1e9
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
@@ -231,7 +231,7 @@ def predict(
     network, vocabulary, tokens, config = load_for_inference(model)
     smallest = thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
-        embedding, obs = embed_checked(reader, network, vocabulary, tokens, options.embed), reader.obs
+        embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
     predicted = predict_heads(network, config, embedding, smallest)
     write_prediction(out, obs, predicted, path if append else None)
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
@@ -241,7 +241,8 @@ def predict(
         unknown = f"{n_unknown:,} below probability {least:g} are unknown" if least else "none unknown"
         lines.append(f"{len(obs):,} cells labelled by {column}, {unknown} -> {out}")
         if not classifier["calibration"]:
-            lines.append(f"warning: probabilities are not calibrated: {uncalibrated(classifier)}")
+            why = classifier.get("uncalibrated", NO_VALIDATION)
+            lines.append(f"warning: probabilities are not calibrated: {why}")
         if column not in obs or column == DATASET:
             continue
         found = count_labels(obs, path.stem, column, labels)
@@ -252,7 +253,7 @@ def predict(
                 f"{n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
                 f"({n_equal / n_known:.3f})"
             )
-        lines += [f"warning: obs column {line}"] if (line := found.problem()) else []
+        lines += [f"warning: obs column {found.problem}"] if found.problem else []
     numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]
     lines += [f"{len(obs):,} cells have a predicted {column} -> {out}" for column in numbers]
     for line in [*lines, *limits_of(embedding)]:

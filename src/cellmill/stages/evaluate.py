@@ -31,7 +31,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 
 from cellmill.config.evaluate import Evaluate, check_transfer
@@ -260,22 +259,21 @@ def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, count
         raise ConfigError(f"--out {out} is --input, whose counts would be lost; name another file")
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
-        found = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
-        obs = reader.obs.iloc[found.cells]
-    about = {
+        shifts, embedding = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
+    shifts.uns["cellmill"] = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
         **section.model_dump(exclude={"genes"}),
     }
     with create_h5(out) as file:
-        write_anndata(file, ad.AnnData(found.shifts, obs=obs, var=found.genes, uns={"cellmill": about}))
-    print(f"{path.stem}: {len(found.genes):,} genes removed one by one from {len(obs):,} cells -> {out}")
+        write_anndata(file, shifts)
+    print(f"{path.stem}: {shifts.n_vars:,} genes removed one by one from {shifts.n_obs:,} cells -> {out}")
     shown = [
         f"{gene.symbol} moves {gene.n_cells:,} cells by {gene.shift:.2g}, genes of similar expression by "
         f"{gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
-        for gene in found.genes.head(SHOWN).itertuples()
+        for gene in shifts.var.head(SHOWN).itertuples()
     ]
-    for line in [*limits_of(found.embedding), *shown]:
+    for line in [*limits_of(embedding), *shown]:
         print(f"{path.stem}: {line}")
 
 

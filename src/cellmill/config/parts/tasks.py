@@ -93,7 +93,7 @@ class DegradedConfig(LabelTaskConfig):
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:LowDepth"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:LowDepth"
 
     name: Literal["low_depth"] = "low_depth"
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field([0.3, 0.1], min_length=1)
@@ -103,7 +103,7 @@ class LowDepthConfig(DegradedConfig):
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:MissingGenes"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:MissingGenes"
 
     name: Literal["missing_genes"] = "missing_genes"
     genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([200, 75], min_length=1)
@@ -154,7 +154,7 @@ class ImputationConfig(TaskConfig):
 class GeneEmbeddingConfig(TaskConfig):
     """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model without any."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.gene_sets:GeneEmbedding"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.genes:GeneEmbedding"
     files: ClassVar[tuple[str, ...]] = ("gene_sets", "transcription_factors")
 
     name: Literal["gene_embedding"] = "gene_embedding"
@@ -174,7 +174,7 @@ class GeneEmbeddingConfig(TaskConfig):
 class GrnConfig(TaskConfig):
     """Gene similarity against known regulatory edges; an error if too few of them are among the model's genes."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.grn:Grn"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.genes:Grn"
     files: ClassVar[tuple[str, ...]] = ("edges",)
 
     name: Literal["grn"] = "grn"

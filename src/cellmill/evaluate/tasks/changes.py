@@ -7,10 +7,6 @@ Expression is log(1 + counts per 10,000) over the model's genes that the dataset
 a unit's cells minus the mean over controls of the same stratum (a batch of a donor). Predictions start from one random
 half of the controls and changes are measured from the other: otherwise the noise of the controls would be in both.
 
-A model with objective perturbation_response predicts a control's profile with and without the response. The change is
-the difference of the expected log(1 + counts per 10,000) of as many Poisson counts as the control has, because an
-expected logarithm is not the logarithm of an expectation.
-
 Legend: U units, G genes, F features of a unit, C controls.
 """
 
@@ -35,14 +31,13 @@ from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
-from cellmill.evaluate.scores import EMBEDDING, divide
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide
 from cellmill.evaluate.task import PCA_CELLS, Context, pca
-from cellmill.evaluate.tasks.genes import expression_statistics, features_of, gene_features, loadings_of
+from cellmill.evaluate.tasks.genes import LOADINGS, OF_GENES, expression_statistics, gene_vectors, loadings_of
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.cell_decoding import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
-_NO_STRATUM = -1
 
 
 @dataclass(frozen=True)
@@ -59,14 +54,14 @@ class Profiles:
 
     def control_means(self, half: int) -> np.ndarray:
         """(strata, G) float64: mean of the controls of a half."""
-        return _means(self.expression, np.where(self.half == half, self.stratum, _NO_STRATUM), self.stratum.max() + 1)
+        return _means(self.expression, np.where(self.half == half, self.stratum, -1), self.stratum.max() + 1)
 
     def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean over the cells of each unit, (cells,) int64, minus `controls` of their strata.
 
         Cells of unit -1, and without a stratum, take no part; a unit without cells has NaN.
         """
-        unit = np.where(self.stratum == _NO_STRATUM, -1, unit)
+        unit = np.where(self.stratum == -1, -1, unit)
         return _means(self.expression, unit, n_units) - self.controls_of(unit, n_units, controls)
 
     def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
@@ -75,7 +70,7 @@ class Profiles:
 
     def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
         """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
-        cells = np.flatnonzero((unit >= 0) & (self.stratum != _NO_STRATUM))
+        cells = np.flatnonzero((unit >= 0) & (self.stratum != -1))
         shares = np.zeros((n_units, self.stratum.max() + 1))
         np.add.at(shares, (unit[cells], self.stratum[cells]), 1)
         return divide(shares, shares.sum(1, keepdims=True))
@@ -105,7 +100,7 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
         depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
         perturbation=np.where(is_control, "", perturbation),
         dose=text_values(context.roles["dose"]).astype(str) if "dose" in context.roles else np.full(reader.n_obs, ""),
-        stratum=np.where(np.isin(strata, few), _NO_STRATUM, strata),
+        stratum=np.where(np.isin(strata, few), -1, strata),
         half=half,
     )
 
@@ -139,10 +134,10 @@ def of_new_perturbations(
 ) -> Prediction:
     """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
 
-    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units. The ridge
-    has one penalty for all genes, so that one on the principal components of the changes would predict the same.
+    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
     """
-    predicted = without_features(changes, train, test)
+    none = np.zeros((len(test), changes.shape[1]))
+    predicted = {"no change": none, "mean": none + changes[train].mean(0)}
     for name, values in features.items():
         has = np.isfinite(values).all(1)
         known, wanted = train[has[train]], np.flatnonzero(has[test])
@@ -159,12 +154,6 @@ def of_new_perturbations(
     return predicted
 
 
-def without_features(changes: np.ndarray, train: np.ndarray, test: np.ndarray) -> Prediction:
-    """The two predictions that know nothing of the test units."""
-    none = np.zeros((len(test), changes.shape[1]))
-    return {"no change": none, "mean": none + changes[train].mean(0)}
-
-
 def of_new_contexts(
     changes: np.ndarray, train: np.ndarray, test: np.ndarray, perturbation: np.ndarray, states: np.ndarray
 ) -> Prediction:
@@ -173,15 +162,18 @@ def of_new_contexts(
     `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation without a training unit
     gets the mean of the training units.
     """
-    predicted = without_features(changes, train, test)
-    same_mean, nearest = predicted["mean"].copy(), predicted["mean"].copy()
+    none = np.zeros((len(test), changes.shape[1]))
+    mean = none + changes[train].mean(0)
+    same_mean, nearest = mean.copy(), mean.copy()
     for at, unit in enumerate(test):
         if len(same := train[perturbation[train] == perturbation[unit]]):
             same_mean[at] = changes[same].mean(0)
             nearest[at] = changes[same[np.abs(states[same] - states[unit]).mean(1).argmin()]]
     one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
     linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
-    return predicted | {
+    return {
+        "no change": none,
+        "mean": mean,
         "same perturbation + mean": same_mean,
         "same perturbation + linear": linear,
         "same perturbation + nearest": nearest,
@@ -239,6 +231,7 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
 
 
 RESPONSE = f"{EMBEDDING} + response head"
+CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
 # share of scored cells from which a perturbation is not seen in training: others equal training cells or have no gene
 UNSEEN_FRAC = 0.9
 STRATA = ("batch", "donor")
@@ -246,91 +239,82 @@ Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test un
 
 
 @dataclass(frozen=True)
-class Units:
-    """Unit of prediction: a perturbation, its dose, and its context if contexts are held out."""
-
-    of_cell: np.ndarray  # (cells,) int64; -1 for controls, and for units with too few cells
-    perturbation: np.ndarray  # (units,) text
-    group: np.ndarray  # (units,) text: what is held out whole, the perturbation or the context
-    unseen: np.ndarray  # (units,) bool: of a group that the model saw no cell of
-    left_out: list[str]
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-
-def find_units(context: Context, profiles: Profiles, held_out: str, min_cells: int) -> Units:
-    """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
-    text = profiles.perturbation
-    values = text if held_out == "perturbation" else text_values(context.roles[held_out]).astype(str)
-    missing = (text == "") | (profiles.stratum < 0)
-    if held_out != "perturbation":
-        missing |= context.roles[held_out].isna().to_numpy()
-    groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
-    n_scored, n_cells = (np.bincount(group[among], minlength=len(groups)) for among in (context.scored, slice(None)))
-    unseen_group = n_scored >= UNSEEN_FRAC * n_cells
-    names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
-    labels, first, number = np.unique(names, return_index=True, return_inverse=True)
-    unseen = unseen_group[group[first]]
-    counted = ~missing & (context.scored | ~unseen[number])
-    enough = np.bincount(number[counted], minlength=len(labels)) >= min_cells
-    is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
-    kept = np.flatnonzero(enough & is_unit)
-    unit = np.where(missing | ~enough[number], -1, np.searchsorted(kept, number))
-    left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
-    return Units(unit, text[first[kept]], values[first[kept]], unseen[kept], left_out)
-
-
-CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
-
-
-@dataclass(frozen=True)
 class HeldOut:
-    """Units of a role whose values are held out whole, and what predicts their changes."""
+    """Units of a role whose values are held out whole, and what predicts their changes.
+
+    A unit is a perturbation, its dose, and its context if contexts are held out.
+    """
 
     context: Context
     config: PerturbationConfig
     role: str
     profiles: Profiles
-    units: Units
+    of_cell: np.ndarray  # (cells,) int64: its unit; -1 for controls, and for units with too few cells
+    perturbation: np.ndarray  # (U,) text
+    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
+    unseen: np.ndarray  # (U,) bool: of a group that the model saw no cell of
+    left_out: list[str]
 
     @classmethod
     def of(cls, context: Context, config: PerturbationConfig, role: str) -> Self | None:
         """None where no stratum has enough controls."""
         profiles = read_profiles(context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])]))
-        if profiles.stratum.max() < 0:
-            return None
-        return cls(context, config, role, profiles, find_units(context, profiles, role, config.min_cells))
+        return None if profiles.stratum.max() < 0 else cls.of_profiles(context, config, role, profiles)
+
+    @classmethod
+    def of_profiles(cls, context: Context, config: PerturbationConfig, role: str, profiles: Profiles) -> Self:
+        """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
+        text = profiles.perturbation
+        values = text if role == "perturbation" else text_values(context.roles[role]).astype(str)
+        missing = (text == "") | (profiles.stratum < 0)
+        if role != "perturbation":
+            missing |= context.roles[role].isna().to_numpy()
+        groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
+        n_scored, n_cells = (
+            np.bincount(group[cells], minlength=len(groups)) for cells in (context.scored, slice(None))
+        )
+        unseen_group = n_scored >= UNSEEN_FRAC * n_cells
+        names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
+        labels, first, number = np.unique(names, return_index=True, return_inverse=True)
+        unseen = unseen_group[group[first]]
+        counted = ~missing & (context.scored | ~unseen[number])
+        enough = np.bincount(number[counted], minlength=len(labels)) >= config.min_cells
+        is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
+        kept = np.flatnonzero(enough & is_unit)
+        unit = np.where(missing | ~enough[number], -1, np.searchsorted(kept, number))
+        left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
+        of_units = text[first[kept]], values[first[kept]], unseen[kept]
+        return cls(context, config, role, profiles, unit, *of_units, left_out)
 
     def folds(self) -> Iterator[Fold]:
         """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
-        units, options = self.units, self.context.options
-        groups, unseen = np.unique(units.group), np.unique(units.group[units.unseen])
-        every = np.arange(len(units))
+        options = self.context.options
+        groups, unseen = np.unique(self.group), np.unique(self.group[self.unseen])
+        every = np.arange(len(self.group))
         if len(groups) < 2 or not len(unseen):
             return
         if len(unseen) < len(groups):
-            yield 0, every[~units.unseen], every[units.unseen]
+            yield 0, every[~self.unseen], every[self.unseen]
         elif self.role == "perturbation":
             for repetition in range(self.config.seeds):
                 n, seed = min(options.folds, len(groups)), options.seed + repetition
                 for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
-                    tested = np.isin(units.group, groups[test])
+                    tested = np.isin(self.group, groups[test])
                     yield repetition, every[~tested], every[tested]
         else:
-            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=units.group):
+            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=self.group):
                 yield 0, train, test
 
     @cached_property
     def scored(self) -> np.ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
-        return np.where(self.context.scored, self.units.of_cell, -1)
+        return np.where(self.context.scored, self.of_cell, -1)
 
     @cached_property
     def genes(self) -> list[list[int]]:
         """Rows of the vocabulary of each unit's perturbed genes."""
-        rows = perturbed_genes(sorted(set(self.units.perturbation)), self.context.model.vocabulary)
-        return [rows[name] for name in self.units.perturbation]
+        rows = perturbed_genes(sorted(set(self.perturbation)), self.context.model.vocabulary)
+        return [rows[name] for name in self.perturbation]
 
     @cached_property
     def start(self) -> np.ndarray:
@@ -340,53 +324,54 @@ class HeldOut:
     @cached_property
     def known(self) -> np.ndarray:
         """(U, G) float64: changes from these controls, which predictions are fitted on."""
-        return self.profiles.changes(self.units.of_cell, len(self.units), self.start)
+        return self.profiles.changes(self.of_cell, len(self.group), self.start)
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
         """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit without a vector.
 
-        Sources are the model, co-expression, and the files of `config.priors`, which may have vectors of genes that the
-        dataset did not measure. Raises DataError for a file that cannot be used.
+        Sources are the model, the correlation of genes over the controls that predictions start from, and the files of
+        `config.priors`. Raises DataError for a file that cannot be used.
         """
-        vocabulary = self.context.model.vocabulary
-        measured = _co_expression(self.profiles)
-        co_expression = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
-        co_expression[self.profiles.genes] = measured
-        by_gene = gene_features(self.context.model) | {CO_EXPRESSION: co_expression}
-        features = {name: features_of(self.genes, values) for name, values in by_gene.items()}
-        parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.units.perturbation]
+        model, vocabulary = self.context.model, self.context.model.vocabulary
+        vectors = gene_vectors(model)
+        by_gene = {LOADINGS: loadings_of(model.components)} | {
+            name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors
+        }
+        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)  # neither perturbed nor measured from
+        controls = self.profiles.expression[np.flatnonzero(starts)[:PCA_CELLS]]
+        spread = expression_statistics(controls)[:, 1]
+        standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
+        measured = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
+        by_gene[CO_EXPRESSION] = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
+        by_gene[CO_EXPRESSION][self.profiles.genes] = measured
+        features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
+        parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.perturbation]
         named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
         known = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
         for name, path in self.config.priors.items():
-            vectors = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
-            row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
+            given = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
+            row = {part: at for at, part in enumerate(named) if np.isfinite(given[at]).all()}
             of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
-            features[PRIOR + name] = features_of(of_units, vectors)
+            features[PRIOR + name] = _of_units(of_units, given)
         return features
 
     def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
         """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
-        profiles, units = self.profiles, self.units
-        states = profiles.controls_of(units.of_cell, len(units), self.start)
-        shares = np.nan_to_num(profiles.strata_of(self.scored, len(units)))
-        responses = predicted_changes(self.context, profiles, shares, units.perturbation.tolist(), self.genes)
+        states = self.profiles.controls_of(self.of_cell, len(self.group), self.start)
+        shares = np.nan_to_num(self.profiles.strata_of(self.scored, len(self.group)))
+        responses = predicted_changes(self.context, self.profiles, shares, self.perturbation.tolist(), self.genes)
         for repetition, train, test in folds:
             if self.role == "perturbation":
                 predicted = of_new_perturbations(self.known, train, test, self.features, self.config.neighbors)
             else:
-                predicted = of_new_contexts(self.known, train, test, units.perturbation, states)
+                predicted = of_new_contexts(self.known, train, test, self.perturbation, states)
             if responses is not None:
                 predicted[RESPONSE] = responses[test]
             yield repetition, test, predicted
 
 
-def _co_expression(profiles: Profiles) -> np.ndarray:
-    """(G, components) float64: loadings of the correlation of genes over the controls that predictions start from.
-
-    No perturbed cell is read, nor a control that changes are measured from.
-    """
-    controls = profiles.expression[np.flatnonzero((profiles.half == 0) & (profiles.stratum != _NO_STRATUM))[:PCA_CELLS]]
-    spread = expression_statistics(controls)[:, 1]
-    standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
-    return loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
+def _of_units(genes: Iterable[list[int]], values: np.ndarray) -> np.ndarray:
+    """(U, F): mean of `values` over the rows of each unit's genes; NaN for a unit without any."""
+    rows = [values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan) for of_unit in genes]
+    return np.array(rows, np.float64)

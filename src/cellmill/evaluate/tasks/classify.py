@@ -1,32 +1,34 @@
-"""Tasks that classify cells by label, against baselines: `probe`, `few_shot` and `leave_out` (docs/evaluation.md).
+"""Tasks that classify cells by label, against baselines (docs/evaluation.md).
 
-All kinds of features get the same splits and classifiers: the embedding; the same architecture untrained; 50 principal
-components of the model's training cells; all genes of the cell (log(1 + counts per 10,000)); the genes by rank within
-the cell that differ most between the classes of the training cells. Everything fitted, scalers and components included,
-is fitted on the training cells of a split or of the model.
+All kinds of features get the same splits and classifiers. Everything fitted, scalers and components included, is fitted
+on the training cells of a split or of the model. The number of folds is never lowered, so that runs stay comparable.
 
-`probe`: stratified cross-validation, repeated with other folds (`seeds`), also on 50 principal components of the
-training cells of the fold (of all genes, and of the most variable 2,000 where there are more), and on the embedding,
-standardised over these cells, beside the components of the model's training cells: what the model adds to them. The
-number of folds is never lowered, so that runs stay comparable.
-
-`few_shot`: each draw trains on a fixed number of cells of every class and tests on all others. Intervals are over cells
-and draws.
-
-`leave_out`: all cells of a donor (or batch) are tested by classifiers fitted on the other donors. A class that only the
-tested donors have counts as wrong for every method. A donor is one draw in the interval of a difference.
+`few_shot` trains on a fixed number of cells of every class; intervals are over cells and draws. `leave_out` tests all
+cells of a donor (or batch), which is one draw in an interval; a class that only these have counts as wrong for every
+method. `low_depth` and `missing_genes` degrade the counts, by binomial thinning or by keeping a random set of genes:
+cells of a level are classified after training on cells degraded alike (matched), on whole cells (shifted), or on cells
+of all levels together, the remedy that needs no model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
+from cellmill.config.parts.tasks import (
+    DegradedConfig,
+    FewShotConfig,
+    LeaveOutConfig,
+    LowDepthConfig,
+    MissingGenesConfig,
+    ProbeConfig,
+)
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import (
@@ -36,10 +38,13 @@ from cellmill.evaluate.features import (
     VARIABLE_GENES,
     RankedGenes,
     cell_features,
+    features_of_counts,
     fit_all,
     halves,
+    keep_columns,
     labelled_cells,
     predict_all,
+    read_rows,
     rows_of,
     small_problems,
     variable_genes,
@@ -101,7 +106,7 @@ def predict_splits(
     """Record the predictions of the test cells of each split by every features and classifier.
 
     With `components`, also those of the largest class, of so many principal components of the training cells, and of
-    the embedding beside those of the model's.
+    the embedding, standardised over the training cells, beside those of the model's.
     """
     labels, ranked = predictions.labels, RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
@@ -109,7 +114,10 @@ def predict_splits(
             given = {**features, RANKED: ranked.select(train, labels[train])}
             if components:
                 given |= _components(features[ALL_GENES], train, components, context.baselines)
-                given |= _beside(features, train)
+            if components and OF_TRAINING in features:
+                scaler = StandardScaler().fit(features[EMBEDDING][train])
+                beside = [scaler.transform(features[EMBEDDING]), features[OF_TRAINING]]
+                given[WITH_COMPONENTS] = np.hstack(beside)
             fitted = fit_all(rows_of(given, train), labels[train], neighbors, context)
             predicted = predict_all(fitted, rows_of(given, test))
         if components:
@@ -142,17 +150,9 @@ def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineC
     return found
 
 
-def _beside(features: Mapping[str, Any], train: np.ndarray) -> dict[str, np.ndarray]:
-    """The embedding, standardised over `train`, beside the principal components of the model's training cells."""
-    if OF_TRAINING not in features:
-        return {}
-    scaler = StandardScaler().fit(features[EMBEDDING][train])
-    return {WITH_COMPONENTS: np.hstack([scaler.transform(features[EMBEDDING]), features[OF_TRAINING]])}
-
-
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts: best against best in each metric, then accuracy against each kind of features, by classifier; and of
-    the embedding with principal components against these alone."""
+    """Best against best in each metric, then accuracy against each kind of features, by classifier, and of the
+    embedding with principal components against these alone."""
     verdicts, accuracy = against_best(columns), columns[0]
     with_components, alone = (
         max((name for name in accuracy.scores if name.startswith(f"{kind} + ")), key=accuracy.mean, default=None)
@@ -249,3 +249,78 @@ def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, 
         return
     for train, test in GroupKFold(min(n, most_folds)).split(known, groups=names):
         yield known[train], known[test]
+
+
+MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
+WHOLE = "whole"
+
+Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
+"""Counts `(cells, genes of the file)` and a generator -> fewer counts."""
+
+
+def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[str, Degrade]) -> TaskResult:
+    """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
+    if context.reader.ordered:
+        kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
+        return TaskResult(skipped=f"{kind} to lose")
+    options, neighbors, repeats = context.options, config.neighbors, config.repeats
+    chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
+    if isinstance(chosen, TaskResult):
+        return chosen
+    whole = read_rows(context.reader, chosen.cells)
+    predictions = Predictions(chosen.labels, repeats, halves=halves(context)[chosen.cells])
+    for repeat in range(repeats):
+        generator = np.random.Generator(np.random.Philox(key=[options.seed, 1000 + repeat]))
+        counts = {WHOLE: whole} | {name: degrade(whole, generator) for name, degrade in levels.items()}
+        cells = {level: features_of_counts(context, of_level) for level, of_level in counts.items()}
+        for _, train, test in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
+            labels = chosen.labels[train]
+            seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
+            parts = {kind: [of_level[kind] for of_level in seen.values()] for kind in seen[WHOLE]}
+            together = {
+                kind: sp.vstack(of, format="csr") if sp.issparse(of[0]) else np.concatenate(of)
+                for kind, of in parts.items()
+            }
+            with small_problems():
+                fitted = {level: fit_all(of, labels, neighbors, context) for level, of in seen.items()}
+                on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context)
+                predictions.record(WHOLE, repeat, test, predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test)))
+                for level in levels:
+                    tested = rows_of(cells[level], test)
+                    ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
+                    for way, trained in ways.items():
+                        predictions.record(f"{level}, {way}", repeat, test, predict_all(trained, tested))
+    numbers = chosen.numbers | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
+    return TaskResult.from_columns(predictions.accuracies(), numbers, metric=f"{list(levels)[-1]}, shifted")
+
+
+class LowDepth(Task):
+    config: LowDepthConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy at each depth; see `classify_degraded`."""
+        levels = {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
+        return classify_degraded(context, self.config, levels)
+
+
+def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
+    """Keep each count with probability `frac`."""
+    thinned = counts.copy()
+    thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
+    thinned.eliminate_zeros()
+    return thinned
+
+
+class MissingGenes(Task):
+    config: MissingGenesConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Accuracy with each number of genes; see `classify_degraded`."""
+        levels = {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
+        return classify_degraded(context, self.config, levels)
+
+
+def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
+    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
+    drawn = generator.permutation(np.unique(counts.indices))[:n]
+    return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))

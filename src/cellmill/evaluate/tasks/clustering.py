@@ -1,15 +1,12 @@
 """Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their labels.
 
-Every kind of features gets the same graph (k nearest cells, Jaccard weights), seeds and resolutions. The best
-resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI grows with
-the number of clusters. Scores there are too high, for all rows alike; scores at the fixed resolution are not.
+The best resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI
+grows with the number of clusters. Scores there are too high, for all rows alike; scores at the fixed one are not.
 
 NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the cell's weight, times
 the number of cells (infinitesimal jackknife, Efron 1981); its mean is the measure itself. Intervals of differences are
-over cells, taking the clusters as given, and over seeds (`evaluate.scores`).
-
-Leiden is igraph's (extra `cluster`): modularity with a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233),
-run until nothing improves.
+over cells, taking the clusters as given, and over seeds (`evaluate.scores`). Leiden is igraph's: modularity with a
+resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
 """
 
 import random
@@ -18,21 +15,23 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features import (
+    ALL_GENES,
     OF_THE_MODEL,
     features_of_counts,
     labelled_cells,
+    own_components,
     read_rows,
-    with_components,
     with_external,
 )
 from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
-from cellmill.evaluate.task import Context, Task, TaskResult
-from cellmill.evaluate.tasks.mixing import NeighborGraph, jaccard_weights
+from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
+from cellmill.evaluate.tasks.integration import NeighborGraph, jaccard_weights
 
 TINY = 1e-12
 
@@ -78,9 +77,6 @@ def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.nd
     return table[a, b], table.sum(1)[a], table.sum(0)[b]
 
 
-SCORES = {"ARI": ari_scores, "NMI": nmi_scores}
-
-
 class Clustering(Task):
     config: ClusteringConfig
 
@@ -93,16 +89,17 @@ class Clustering(Task):
             return chosen
         counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
-            features = with_components(features_of_counts(context, counts, context.vectors[chosen.cells]))
+            features = features_of_counts(context, counts, context.vectors[chosen.cells])
+            genes, own = features.pop(ALL_GENES), f"PCA{COMPONENTS} of the scored cells"
+            scaled = StandardScaler(with_mean=False).fit_transform(genes)
+            features |= {own: own_components(genes), f"{own}, scaled genes": own_components(scaled), ALL_GENES: genes}
             features = with_external(features, context, chosen.cells)
             found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
-            for name, score in SCORES.items():
-                scores = {
-                    kind: np.stack([score(labels, clusters) for clusters in both[number]])
-                    for kind, (_, both) in found.items()
-                }
+            for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
+                both = {kind: clusters[number] for kind, (_, clusters) in found.items()}
+                scores = {kind: np.stack([score(labels, one) for one in seeds]) for kind, seeds in both.items()}
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:

@@ -1,26 +1,39 @@
-"""Shared parts of the gene tasks: features of genes, readers of gene files, and scores of rankings.
+"""Tasks on the vectors of genes, `gene_embedding` and `grn` (docs/evaluation.md), and what they read and score.
 
-Users' files name genes as sets (GMT), lists or edges; the readers return names, which are then matched to a vocabulary.
+`gene_embedding`: the genes of the folds are those of all sets plus a draw of others that training cells express:
+otherwise a set could be recognised just because the model never saw the other genes. Intervals take the sets as given.
+
+`grn`: candidates are all pairs of a listed factor and a listed target, except a gene with itself: another gene may not
+have been studied. Vectors are centred over all genes, because what all vectors share says nothing about a pair. A
+factor is one draw in the interval.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
 from scipy.stats import rankdata
 from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 
+from cellmill.config.parts.tasks import GeneEmbeddingConfig, GrnConfig
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.genes.names import rows_of_names
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, table_rows
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
-OF_GENES = f"{EMBEDDING} of genes"
-RANDOM = "random vectors"
+OF_GENES, LOADINGS, RANDOM = f"{EMBEDDING} of genes", f"PCA{COMPONENTS} of genes", "random vectors"
 
 
 class GeneTask(Task):
@@ -32,8 +45,9 @@ class GeneTask(Task):
         """Scores of each kind of gene features; skipped for a model without gene vectors."""
         model = context.model
         if self._known is None:
-            if vectors := all_gene_vectors(model):
-                self._known = self.judge(context, vectors | loadings(model), model.training_profiles())
+            if vectors := gene_vectors(model):
+                vectors[LOADINGS] = loadings_of(model.components)
+                self._known = self.judge(context, vectors, model.training_profiles())
             else:
                 self._known = TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
         return self._known
@@ -43,24 +57,7 @@ class GeneTask(Task):
         raise NotImplementedError
 
 
-def gene_features(model: EvaluatedModel) -> dict[str, np.ndarray]:
-    """Features of the vocabulary's genes by name, (genes, width): loadings of training cells' PCA, and embeddings."""
-    named = ((OF_GENES, model.network), (f"{UNTRAINED} {EMBEDDING} of genes", model.untrained))
-    embeddings = {name: values for name, network in named if (values := gene_embeddings(network)) is not None}
-    return loadings(model) | embeddings
-
-
-def loadings(model: EvaluatedModel) -> dict[str, np.ndarray]:
-    """Loadings of the training cells' principal components, (genes, components), under their name."""
-    return {f"PCA{COMPONENTS} of genes": loadings_of(model.components)}
-
-
-def loadings_of(components: PCA) -> np.ndarray:
-    """(genes, components) float64: each component in units of its standard deviation over cells."""
-    return np.asarray(components.components_.T * np.sqrt(components.explained_variance_))
-
-
-def all_gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
+def gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
     """Vectors of the vocabulary's genes by name, (genes, width): in the model's input and decoder, in the same of the
     untrained model, and random ones of the first's width. Empty for a model without any."""
     own = _tables(model.network)
@@ -72,14 +69,21 @@ def all_gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
     return own | untrained | {RANDOM: random}
 
 
+@torch.no_grad()
 def _tables(network: Model) -> dict[str, np.ndarray]:
-    tables = {} if (values := gene_embeddings(network)) is None else {OF_GENES: values}
-    parameters = dict(network.named_parameters())
+    tables, parameters = {}, dict(network.named_parameters())
+    if (table := getattr(getattr(network, "gene_embedding", None), "weight", None)) is not None:
+        given = getattr(network, "gene_vectors", None)
+        tables[OF_GENES] = table if given is None else table + given.project(given.table.weight)
     for name in sorted(network.objective.gene_rows):
         if name in parameters and parameters[name].ndim == 2 and parameters[name].shape[1] > 1:  # not a bias
-            rows = parameters[name].detach()[len(SPECIAL) :].float().cpu().numpy()
-            tables[f"{OF_GENES}, {name.removesuffix('.weight')}"] = rows
-    return tables
+            tables[f"{OF_GENES}, {name.removesuffix('.weight')}"] = parameters[name]
+    return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
+
+
+def loadings_of(components: PCA) -> np.ndarray:
+    """(genes, components) float64: each component in units of its standard deviation over cells."""
+    return np.asarray(components.components_.T * np.sqrt(components.explained_variance_))
 
 
 def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
@@ -89,27 +93,6 @@ def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
     square = np.asarray(dense.multiply(dense).mean(axis=0)).ravel()
     detected = np.bincount(profiles.indices[profiles.data > 0], minlength=profiles.shape[1]) / n
     return np.stack([mean, np.sqrt(np.maximum(square - mean**2, 0)), detected], axis=1)
-
-
-def gene_embeddings(network: Model) -> np.ndarray | None:
-    """(genes, width) float32: a model's input embeddings, with those of given vectors; None for a model without."""
-    table = getattr(getattr(network, "gene_embedding", None), "weight", None)
-    if table is None:
-        return None
-    with torch.no_grad():
-        vectors = getattr(network, "gene_vectors", None)
-        whole = table if vectors is None else table + vectors.project(vectors.table.weight)
-        return whole[len(SPECIAL) :].float().cpu().numpy()
-
-
-def features_of(genes: Iterable[list[int]], values: np.ndarray) -> np.ndarray:
-    """(units, width): mean of `values` over the genes of each unit; NaN for a unit without any."""
-    rows = [values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan) for of_unit in genes]
-    return np.array(rows, np.float64)
-
-
-Edge = tuple[str, str]
-"""Transcription factor and target, as they are written."""
 
 
 def read_gene_sets(path: Path) -> dict[str, list[str]]:
@@ -128,14 +111,9 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
     return sets
 
 
-def read_genes(path: Path) -> list[str]:
-    """First column of a file without a header, each name once. Raises DataError for an empty file."""
-    return [*dict.fromkeys(fields[0] for _, fields in _lines(path) if fields[0])]
-
-
-def read_edges(path: Path) -> list[Edge]:
-    """Edges, each once. Raises DataError naming the malformed line."""
-    edges: dict[Edge, None] = {}
+def read_edges(path: Path) -> list[tuple[str, str]]:
+    """Transcription factors and targets as written, each pair once. Raises DataError naming the malformed line."""
+    edges: dict[tuple[str, str], None] = {}
     for number, fields in _lines(path):
         if len(fields) < 2 or not fields[0] or not fields[1]:
             raise DataError(
@@ -198,3 +176,211 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
     precision, recall = hits[ends] / (ends + 1), hits[ends] / hits[-1]
     return float((np.diff(recall, prepend=0) * precision).sum())
+
+
+SETS, FACTORS = "gene sets", "transcription factors"
+
+
+class GeneEmbedding(GeneTask):
+    config: GeneEmbeddingConfig
+
+    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
+        """A column for gene sets, their mean, and one for transcription factors."""
+        config, fewest = self.config, max(self.config.min_genes, context.options.folds)
+        expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        features = vectors | {"mean, spread and detection of genes": expression_statistics(profiles)}
+        members: dict[str, dict[str, np.ndarray]] = {}
+        numbers: dict[str, Any] = {"genes": int(expressed.sum())}
+        if config.gene_sets is not None:
+            path = Path(config.gene_sets)
+            members[SETS], found = _members(context, path, read_gene_sets(path), expressed, fewest)
+            numbers |= found
+        if config.transcription_factors is not None:
+            path = Path(config.transcription_factors)
+            genes = [*dict.fromkeys(fields[0] for _, fields in _lines(path) if fields[0])]
+            members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
+            numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
+        columns, by_set = [], {}
+        with threadpool_limits(1):  # small problems: threads cost more than they save
+            for heading, sets in members.items():
+                if sets:
+                    terms = self._terms(context, features, sets, expressed)
+                    means = {name: np.mean(values, axis=0) for name, values in terms.items()}
+                    columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
+                    if heading == SETS:
+                        by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
+        if not columns:
+            few = f"no set has {fewest} genes that the model knows and its training cells express"
+            return TaskResult(figures=numbers, skipped=f"{few} (min_genes, evaluate.folds)")
+        rows = table_rows(columns)
+        for row in rows:
+            for at, name in enumerate(members.get(SETS, {})):
+                row[f"AUROC of {name}_repetitions"] = by_set[row["name"]][at].tolist()
+        return TaskResult.from_columns(columns, numbers, rows=rows)
+
+    def _terms(
+        self,
+        context: Context,
+        features: Mapping[str, np.ndarray],
+        sets: Mapping[str, np.ndarray],
+        expressed: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a repetition lacks."""
+        config, options = self.config, context.options
+        listed = np.unique(np.concatenate([*sets.values()]))
+        rest = np.setdiff1d(np.flatnonzero(expressed), listed)
+        terms = {name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features}
+        for repetition in range(config.seeds):
+            generator = np.random.Generator(np.random.Philox(key=[options.seed + repetition, 7]))
+            genes = np.sort(np.concatenate([listed, generator.permutation(rest)[: config.max_others]]))
+            splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repetition)
+            for number, rows in enumerate(sets.values()):
+                member = np.isin(genes, rows)
+                for train, test in splitter.split(genes, member):
+                    for name, values in features.items():
+                        linear = LogisticRegression(solver="newton-cholesky", max_iter=1000, class_weight="balanced")
+                        fitted = make_pipeline(StandardScaler(), linear).fit(values[genes[train]], member[train])
+                        scores = fitted.decision_function(values[genes[test]])
+                        terms[name][number, repetition, genes[test]] = auroc_terms(member[test], scores)
+        return terms
+
+
+def _members(
+    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints the coverage."""
+    rows = rows_of_names({name for genes in sets.values() for name in genes}, context.model.vocabulary)
+    n_known = sum(row >= 0 for row in rows.values())
+    if not n_known:
+        raise DataError(
+            f"{path}: none of its {len(rows):,} genes is one of the model's, such as {min(rows)!r}; name genes by "
+            "Ensembl id or current symbol, of the model's organism"
+        )
+    n_genes, kept = int(expressed.sum()), {}
+    for name, genes in sets.items():
+        usable = np.unique([row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]).astype(np.int64)
+        if fewest <= len(usable) <= n_genes - fewest:
+            kept[name] = usable
+    left_out = ", ".join(sorted(set(sets) - set(kept)))
+    print(
+        f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(rows):,} genes are the model's; "
+        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express"
+        + (f"\n{context.dataset}: gene_embedding: left out: {left_out}" if left_out else ""),
+        flush=True,
+    )
+    sizes = {name: len(usable) for name, usable in kept.items()}
+    numbers = {"named_genes": len(rows), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
+    return kept, numbers | {"left_out": left_out or "none"}
+
+
+DRAWS = 20  # random rankings
+
+
+class Grn(GeneTask):
+    config: GrnConfig
+
+    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
+        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes of the model."""
+        config, path, vocabulary = self.config, Path(self.config.edges), context.model.vocabulary
+        edges = read_edges(path)
+        known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
+        if (n_known := len(known)) < config.min_edges:
+            named = rows_of_names((name for edge in edges for name in edge), vocabulary)
+            absent = sorted(name for name, row in named.items() if row < 0)
+            such = f", not {', '.join(absent[:3])}" if absent else ""
+            raise DataError(
+                f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or "
+                f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
+                f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
+            )
+        factors, targets, edge, few = network_of(known, config.min_targets)
+        line = (
+            f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
+            f"express; {len(factors):,} factors have {config.min_targets} targets or more"
+        )
+        print(f"{context.dataset}: grn: {path}: {line}", flush=True)
+        if left_out := ", ".join(sorted(vocabulary.symbols[row] for row in few)):
+            print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
+        if not len(factors):
+            raise DataError(f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges")
+        similarities = {}
+        for name, values in vectors.items():
+            centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+            unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+            similarities[name] = np.asarray(unit[factors] @ unit[targets].T)
+        del similarities[RANDOM]  # rankings, several of them, are drawn below
+        ends = [profiles[:, genes].toarray() for genes in (factors, targets)]
+        similarities["co-expression, Pearson"] = correlations(*ends)
+        similarities["co-expression, Spearman"] = correlations(*(rankdata(values, axis=0) for values in ends))
+        if config.absolute:
+            similarities = {name: np.abs(values) for name, values in similarities.items()}
+        candidate = factors[:, None] != targets
+        columns, pooled = _ranked(similarities, edge, candidate, context.options.seed)
+        numbers = {
+            "edges": len(edges),
+            "known_edges": n_known,
+            "factors": len(factors),
+            "targets": len(targets),
+            "share_of_edges": float(edge[candidate].mean()),
+            "left_out": left_out or "none",
+        }
+        rows = [row | pooled[row["name"]] for row in table_rows(columns)]
+        return TaskResult.from_columns(columns, numbers, rows=rows)
+
+
+def _ranked(
+    similarities: Mapping[str, np.ndarray], edge: np.ndarray, candidate: np.ndarray, seed: int
+) -> tuple[list[ScoreColumn], dict[str, dict[str, float]]]:
+    """A column for each score, with the factors as units, and scores over all pairs by row.
+
+    `edge` and `candidate` are (factors, targets) bool, as are the pairs of `similarities`.
+    """
+
+    def scored(function: Callable[[np.ndarray, np.ndarray], float], values: np.ndarray) -> tuple[np.ndarray, float]:
+        by_factor = [function(row[pair], own[pair]) for row, pair, own in zip(edge, candidate, values)]
+        return np.array([by_factor]), function(edge[candidate], values[candidate])
+
+    columns = []
+    pooled: dict[str, dict[str, float]] = {name: {} for name in (*similarities, "random")}
+    for score, function in (("AUROC", auroc), ("AUPRC", average_precision)):
+        heading, scores = f"{score}, all pairs", {}
+        for name, values in similarities.items():
+            scores[name], pooled[name][heading] = scored(function, values)
+        generator = np.random.Generator(np.random.Philox(key=[seed, 8]))
+        drawn = [scored(function, generator.random(edge.shape)) for _ in range(DRAWS)]
+        scores["random"] = np.mean([by_factor for by_factor, _ in drawn], axis=0)
+        pooled["random"][heading] = float(np.mean([of_all for _, of_all in drawn]))
+        columns.append(ScoreColumn(score, f"{score} of edges", scores))
+    return columns, pooled
+
+
+def known_edges(edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray) -> np.ndarray:
+    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,) bool, each once."""
+    rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
+    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
+    found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
+    return np.unique(pairs[found], axis=0)
+
+
+def network_of(pairs: np.ndarray, min_targets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and factors left out.
+
+    These have too few targets, or no gene that is not a target.
+    """
+    factors, targets = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
+    edge = np.zeros((len(factors), len(targets)), bool)
+    edge[np.searchsorted(factors, pairs[:, 0]), np.searchsorted(targets, pairs[:, 1])] = True
+    n_edges = edge.sum(1)
+    n_others = (factors[:, None] != targets).sum(1) - n_edges
+    kept = (n_edges >= min_targets) & (n_others > 0)
+    return factors[kept], targets, edge[kept], factors[~kept]
+
+
+def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for constant ones."""
+    standard = []
+    for values in (first, second):
+        centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+        length = np.linalg.norm(centred, axis=0)
+        standard.append(np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9))
+    return np.asarray(standard[0].T @ standard[1])

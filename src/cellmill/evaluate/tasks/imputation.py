@@ -1,23 +1,25 @@
 """Task `imputation`: prediction of genes that are hidden from the model, in cells that it was not trained on.
 
-The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. All methods
-see only the counts of the other genes (`evaluate.tasks.hidden_genes`). The predicted quantity is log(1 + counts per
-10,000 of all the model's genes).
+The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. A hidden
+gene is treated as one that was not measured. Its counts are removed before anything is computed from a cell, so neither
+values nor the library size reveal them. A model whose tokens include zeros (`tokens.zero_frac`) does not see it as a
+zero either. The predicted quantity is log(1 + counts per 10,000 of all the model's genes).
 
-The model's own prediction (`own_expression`) is not fitted to anything here. All other methods are fitted on training
-folds, which are whole donors or batches where the dataset has them: a ridge and the mean of the nearest cells, from
-both models' embeddings and from principal components of the visible genes; and each gene's mean.
+The model's own prediction is not fitted to anything here (docs/evaluation.md). All other methods are fitted on training
+folds. Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals are
+over genes or cells, and over repetitions, or the donors or batches that are left out (`evaluate.scores`).
 
-Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals are over
-genes or cells, and over repetitions, or the donors or batches that are left out (`evaluate.scores`).
-
-Legend: C cells, G genes.
+Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
+import torch
 from scipy.stats import rankdata
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -27,15 +29,144 @@ from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ImputationConfig
-from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.genes.names import rows_of_names
+from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.errors import DataError
-from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.embed import inference
+from cellmill.evaluate.features import embed_counts, keep_columns, read_rows, tokens_of_counts
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, divide, draw_cells
 from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
-from cellmill.evaluate.tasks.changes import ALPHAS
+from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, own_expression
+from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
+from cellmill.models.family import Model
+from cellmill.models.objectives.cell_decoding import CellDecoding
+from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
+from cellmill.models.objectives.query_decoding import QueryDecoding
+from cellmill.parallel.vocab_parallel import token_logits
+
+
+@dataclass(frozen=True)
+class HiddenGenes:
+    """Counts of some cells, and the genes that are hidden in all of them."""
+
+    context: Context
+    counts: sp.csr_matrix  # (C, F)
+    genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+
+    @cached_property
+    def visible(self) -> sp.csr_matrix:
+        """(C, F): the counts without those of hidden genes."""
+        return keep_columns(self.counts, ~np.isin(self.context.columns.target, self.genes))
+
+    def expression(self) -> np.ndarray:
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
+        return np.asarray(log_normalise(self.of_vocabulary(self.counts))[:, self.genes].toarray())
+
+    def tokens(self) -> Iterator[Batch]:
+        """Tokens of the visible genes; cells without any are left out."""
+        for batch in tokens_of_counts(self.context, self.visible):
+            yield _keep(batch, ~np.isin(batch.genes, self.genes + len(SPECIAL)))  # of zeros, hidden genes have tokens
+
+    def embedded(self, network: Model) -> np.ndarray:
+        """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
+        return embed_counts(self.context, self.counts, network, self.tokens())
+
+    def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        """(C, V): counts of the columns of the file, by row of the vocabulary."""
+        return select_columns(counts, self.context.columns.target, self.context.model.vocabulary.n_genes)
+
+
+def _keep(batch: Batch, kept: np.ndarray) -> Batch:
+    """Tokens of mask `kept`, and the cells that have any."""
+    ends = np.concatenate([[0], np.cumsum(kept)])[batch.cu_seqlens].astype(np.int32)
+    filled = np.diff(ends) > 0
+    chosen = {"token": kept, "cell": filled}
+    return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=ends[np.concatenate([[True], filled])])
+
+
+CELLS, QUERIED_CELLS = 256, 32  # decoded at once, by a profile or by queries
+WANTED = 64  # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
+
+
+def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
+    """(C, G) float32: predicted log(1 + counts per 10,000) from vectors (C, H); None of a model that predicts none."""
+    network = hidden.context.model.network
+    device, tokens = next(network.parameters()).device, torch.from_numpy(hidden.genes + len(SPECIAL))
+    with inference(device, hidden.context.options.precision):
+        for part in network.objective.leaves().values():
+            if isinstance(part, CellDecoding):
+                visible, known = hidden.of_vocabulary(hidden.visible), hidden.context.measured_genes
+                columns, found = np.searchsorted(known, hidden.genes), []
+                measured = torch.from_numpy(known + len(SPECIAL)).to(device)
+                for first in range(0, len(vectors), CELLS):
+                    given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
+                    logits = token_logits(network.decoder(given), network.profile_genes.weight, network.profile_bias)  # type: ignore[operator,union-attr,arg-type]
+                    shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, columns]
+                    found.append(expression_of_shares(shares, visible[first : first + CELLS], part.predicts_log_counts))
+                return np.concatenate(found).astype(np.float32)
+            if isinstance(part, QueryDecoding):
+                genes, found = tokens.to(device), []
+                for given in torch.from_numpy(vectors).split(QUERIED_CELLS):
+                    cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
+                    answers = part.answers_of(network, given.to(device), cell, genes.repeat(len(given)))
+                    found.append(answers.view(len(given), len(genes)).cpu().numpy())
+                return np.maximum(np.concatenate(found), 0)
+        objective = network.objective  # alone: a sum may draw a view
+        if not isinstance(objective, MaskedValue) or objective.tokens.value_kind != "scalar":
+            return None
+        values = np.zeros((hidden.counts.shape[0], len(hidden.genes)), np.float32)
+        for batch in (part for block in hidden.tokens() for part in split_batch(block, WANTED_TOKENS)):
+            tensors = to_tensors(batch, device)
+            for first in range(0, len(tokens), WANTED):
+                wanted = tokens[first : first + WANTED].to(device)
+                prepared = _with_masked(network, tensors, wanted)
+                states = network.head(network.states(prepared)[prepared.targets])  # type: ignore[operator]
+                predicted = objective.predict(network, states, prepared).float().view(len(batch.cells), len(wanted))
+                values[batch.cells, first : first + WANTED] = predicted.cpu().numpy()
+        return np.maximum(values, 0)
+
+
+def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes, of Poisson counts.
+
+    `shares`, (C, G), are their shares in the cell's counts, or if `is_log` in the sum of its log(1 + count); `visible`,
+    (C, V), are counts of the other genes, which have the rest. The logarithm of an expectation would be far larger.
+    """
+    rest = np.maximum(1 - shares.sum(1), 1e-9)
+    depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    if is_log:
+        log_depth = np.asarray(visible.astype(np.float64).log1p().sum(axis=1)).ravel()
+        # the mean of counts whose expected logarithm is known; with this depth, counts per 10,000 are counts
+        means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
+        logs = expected_log_expression(means[None] / TARGET_SUM, np.full(1, TARGET_SUM))[0]
+        counts = np.interp(shares * (log_depth / rest)[:, None], logs, means)
+    else:
+        counts = shares * (depth / rest)[:, None]
+    total = depth + counts.sum(1)
+    return expected_log_expression(counts / np.maximum(total, 1e-9)[:, None], total)
+
+
+def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBatch:
+    """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their values are hidden."""
+    more = with_extra_tokens(batch, 0, len(wanted), PAD_TOKEN)
+    ends = more.cu_seqlens[1:, None].long()
+    index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
+    genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))
+    view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
+    hidden = torch.isin(view.genes, wanted)
+    targets = hidden.nonzero().flatten()
+    return MaskedBatch.prepared(
+        view,
+        value_hidden=hidden,
+        targets=targets,
+        answers=view.values[targets],
+        n_targets=torch.tensor(len(targets)),
+    )
+
 
 METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lower is better
     "Pearson by gene": "Pearson of a gene over cells",
@@ -44,7 +175,6 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lo
     "Spearman by cell": "Spearman of a cell over genes",
     "MSE": "mean squared error",
 }
-BY_GENE = ("Pearson by gene", "Spearman by gene")  # metrics with one score a gene; the others have one a cell
 
 
 def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
@@ -70,9 +200,6 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 MAX_CELLS = 2_000  # cells used at most: they are embedded again, and every gene is predicted in each fold
 FEWEST_CELLS = 4  # of a training or test fold
-OWN = f"{EMBEDDING} + decoder"
-MEANS = "gene means"
-COMPONENTS_OF_VISIBLE = f"PCA{COMPONENTS} of visible genes"
 
 
 class Imputation(Task):
@@ -153,16 +280,14 @@ class Imputation(Task):
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
-            features[COMPONENTS_OF_VISIBLE] = np.asarray(components.transform(profiles), np.float64)
-            predicted = {} if own is None else {OWN: own[test]}
+            features[f"PCA{COMPONENTS} of visible genes"] = np.asarray(components.transform(profiles), np.float64)
+            predicted = {} if own is None else {f"{EMBEDDING} + decoder": own[test]}
             for name, values in (predicted | fitted(features, seen, train, test, self.config.neighbors)).items():
                 for metric, scores in expression_scores(values, seen[test]).items():
-                    by_gene = metric in BY_GENE
+                    by_gene = metric.endswith("by gene")
                     at, total = slice(None) if by_gene else test, np.zeros((2, n_repetitions, seen.shape[by_gene]))
-                    sums[metric].setdefault(name, total)[:, repetition, at] += (
-                        np.nan_to_num(scores),
-                        np.isfinite(scores),
-                    )
+                    terms = np.nan_to_num(scores), np.isfinite(scores)
+                    sums[metric].setdefault(name, total)[:, repetition, at] += terms
         means = {metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()} for metric in METRICS}
         return [ScoreColumn(metric, words, means[metric]) for metric, words in METRICS.items() if means[metric]]
 
@@ -180,4 +305,4 @@ def fitted(
         nearest = KNeighborsRegressor(min(neighbors, len(train))).fit(values[train], seen[train])
         predicted[f"{kind} + ridge"] = ridge.predict(values[test])
         predicted[f"{kind} + kNN"] = nearest.predict(values[test])
-    return predicted | {MEANS: np.tile(seen[train].mean(0), (len(test), 1))}
+    return predicted | {"gene means": np.tile(seen[train].mean(0), (len(test), 1))}

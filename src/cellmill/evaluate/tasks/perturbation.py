@@ -1,20 +1,11 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen donors and contexts.
 
-Changes are defined in `evaluate.tasks.changes`. Whole perturbations are held out, and whole values of the other roles:
-for example all cells of a donor but its controls, from which predictions start. If the model saw cells of some
-perturbations, those it never saw are tested, once; else all are tested in folds, repeated with other folds (`seeds`).
+Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. Whole perturbations are held
+out, and whole values of the other roles: for example all cells of a donor but its controls, from which predictions
+start. If the model saw cells of some perturbations, those it never saw are tested, once; else all are tested in folds.
 
-Rows: `no change`; `mean` of all other changes; `linear` (a ridge), `nearest` (the change of the perturbation with the
-most similar gene) and `kNN` (the mean of the nearest), from vectors of the perturbed gene, or the mean where it has
-none; a model with objective perturbation_response as it is. Vectors are the model's, co-expression over the controls,
-and files (`priors`); co-expression and files are compared with the mean, too. For new contexts the baseline is the same
-perturbation in other contexts: its mean, a ridge, and its change in the context with the most similar controls.
-
-`split halves` is a ceiling: one half of a perturbation's cells predicts the change of the other half, which is noisier
-than what the other rows are compared with. `best other perturbation` is one of `nearest`: the training perturbation
-whose change is most like the one of one half predicts the other half.
-
-A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions.
+`split halves` is noisier than what the other rows are compared with: one half of the cells predicts the other half. A
+unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions.
 
 Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
 
@@ -33,6 +24,7 @@ Legend: U units (a perturbation and its dose), G genes.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +36,10 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import ScoreColumn, difference, differences, divide, is_own, kind_of, table_rows
+from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, difference, differences, divide, kind_of, table_rows
 from cellmill.evaluate.task import Context, Task, TaskResult, supervised_name
 from cellmill.evaluate.tasks.changes import CO_EXPRESSION, PRIOR, Fold, HeldOut, controlled_role, without_changes
-from cellmill.evaluate.tasks.grn import correlations
+from cellmill.evaluate.tasks.genes import correlations
 from cellmill.runs.verdict import sentence
 
 METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better
@@ -61,14 +53,12 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lo
 def change_scores(
     predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
 ) -> dict[str, np.ndarray]:
-    """Scores of each unit by metric, (units,) float64; NaN where one is not defined.
+    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of a constant.
 
     `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together, `perturbed` (bool) the
-    genes that a unit perturbs. The direction counts of the `top_genes` of largest seen change. Pearson is not defined
-    for a constant prediction, nor are directions where nothing is predicted to change. Discrimination is 1 if the
-    prediction is nearer (in mean absolute difference) to the unit's own seen change than to any other unit's, 0 if
-    farther, and the share of the others that are farther between (Wu et al. 2024, PerturBench; ties count half). It is
-    not defined for a single unit.
+    genes that a unit perturbs. Direction is of the `top_genes` of largest seen change. Discrimination is the share of
+    other units whose seen change is farther (in mean absolute difference) from the prediction than the unit's own (Wu
+    et al. 2024, PerturBench; ties count half).
     """
     scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
     for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
@@ -89,7 +79,6 @@ def change_scores(
 
 HELD_OUT = "perturbation"  # in stage predict_changes
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
-GROUPS = ("start control", "measured control", "measured")
 
 
 def write_changes(path: Path, context: Context, config: PerturbationConfig, model_digest: str) -> ad.AnnData:
@@ -99,32 +88,32 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
     held = HeldOut.of(context, config, HELD_OUT)
     if held is None:
         raise DataError(f"{context.dataset}: no batch or donor has enough controls")
-    profiles, units, folds = held.profiles, held.units, [fold for fold in held.folds() if fold[0] == 0]
+    profiles, folds = held.profiles, [fold for fold in held.folds() if fold[0] == 0]
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {len(units)} and {int(units.unseen.sum())}; set shard.split_by: perturbation, or "
+            f"cell of, got {len(held.group)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
             "evaluate.cells: all"
         )
     tested = np.sort(np.concatenate([test for _, _, test in folds]))
     changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
     for _, test, predicted in held.predictions(folds):
         for method, values in predicted.items():
-            name = supervised_name(method, context.supervised) if is_own(method) else method
+            name = supervised_name(method, context.supervised) if method.startswith(EMBEDDING) else method
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
-    position = np.full(len(units) + 1, -1, np.int64)  # the last is for cells without a unit
+    position = np.full(len(held.group) + 1, -1, np.int64)  # the last is for cells without a unit
     position[tested] = np.arange(len(tested))
     unit = position[held.scored]
-    doses = dict(zip(units.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
-    names = [" | ".join(filter(None, (str(units.perturbation[of]), doses[of]))) for of in tested.tolist()]
+    doses = dict(zip(held.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
+    names = [" | ".join(filter(None, (str(held.perturbation[of]), doses[of]))) for of in tested.tolist()]
     group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
     cells = np.flatnonzero(group >= 0)
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = pd.DataFrame(
         {
-            "group": pd.Categorical.from_codes(group[cells], list(GROUPS)),
+            "group": pd.Categorical.from_codes(group[cells], ["start control", "measured control", "measured"]),
             "perturbation": pd.Categorical(np.array([*names, control], object)[unit[cells]]),  # -1 is the last
             "stratum": profiles.stratum[cells],
         },
@@ -171,24 +160,22 @@ class Perturbation(Task):
                 continue
             folds = list(held.folds())
             numbers |= self._numbers(held, folds)
-            if folds:
-                scores = self._scores(held, folds)
-                for metric, words in METRICS.items():
-                    defined = {name: values for name, values in scores[metric].items() if np.isfinite(values).any()}
-                    tops = {name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined}
-                    ceiling = tops.get(CEILING)
-                    if defined and ceiling is not None:
-                        named = f"{metric}, new {held_out}", f"{words}, new {held_out}"
-                        trivial = {name: of for name, of in defined.items() if name in ("no change", "mean")}
-                        columns.append(
-                            ScoreColumn(*named, defined, metric == "MAE", trivial=trivial, ceiling=(CEILING, ceiling))
-                        )
-                        ceilings.append(ScoreColumn(*named, tops))
+            if not folds:
+                continue
+            for metric, scores in self._scores(held, folds).items():
+                defined = {name: values for name, values in scores.items() if np.isfinite(values).any()}
+                tops = {name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined}
+                if defined and CEILING in tops:
+                    column = ScoreColumn(f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined)
+                    ceilings.append(replace(column, scores=tops))
+                    trivial = {name: of for name, of in defined.items() if name in ("no change", "mean")}
+                    column = replace(column, trivial=trivial, ceiling=(CEILING, tops[CEILING]))
+                    columns.append(replace(column, lower_is_better=metric == "MAE"))
         if not columns:
             reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))
             return TaskResult(figures=numbers, skipped=reasons or "no stratum has enough controls")
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
-        judged = [column for column in columns if any(map(is_own, column.scores))]
+        judged = [column for column in columns if any(name.startswith(EMBEDDING) for name in column.scores)]
         compared, notes = differences(judged), []
         for column in columns:
             by_source: dict[str, list[str]] = {}
@@ -201,37 +188,44 @@ class Perturbation(Task):
         return TaskResult.from_columns(columns, numbers, judged, rows=rows, differences=compared, notes=notes)
 
     def _numbers(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
-        role, units = held.role, held.units
+        role = held.role
         tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
-        genes, groups = dict(zip(units.perturbation, held.genes)), np.unique(units.group)
+        genes, groups = dict(zip(held.perturbation, held.genes)), np.unique(held.group)
         numbers: dict[str, Any] = {
-            f"{role}_perturbations_tested": len(np.unique(units.perturbation[tested])),
+            f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
             f"{role}_groups": len(groups),
             f"{role}_folds": len(folds),
-            f"{role}_left_out": ", ".join(units.left_out) or "none",
+            f"{role}_left_out": ", ".join(held.left_out) or "none",
         }
         if not folds:
             seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
             few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
-            reason = seen if not units.unseen.any() and len(units) else few
+            reason = seen if not held.unseen.any() and len(held.group) else few
             numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
             for name in (CO_EXPRESSION, *(PRIOR + prior for prior in self.config.priors)):
-                n = np.unique(units.perturbation[np.isfinite(held.features[name]).all(1)]).size
+                n = np.unique(held.perturbation[np.isfinite(held.features[name]).all(1)]).size
                 numbers[f"perturbation_perturbations_with_{name}"] = n
         return numbers
 
     def _scores(self, held: HeldOut, folds: list[Fold]) -> dict[str, dict[str, np.ndarray]]:
         """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
-        profiles, units, known = held.profiles, held.units, held.known
+        profiles, known = held.profiles, held.known
         measured = profiles.control_means(1)
-        seen = profiles.changes(held.scored, len(units), measured)
+        seen = profiles.changes(held.scored, len(held.group), measured)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
-        shape = 1 + max(repetition for repetition, _, _ in folds), len(units)
+        shape = 1 + max(repetition for repetition, _, _ in folds), len(held.group)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
-            halves = _halves(held, measured, held.context.options.seed + repetition)
+            # changes of two halves of each unit's scored cells, each from its own half of the controls
+            generator = np.random.Generator(np.random.Philox(key=[held.context.options.seed + repetition, 5]))
+            order = generator.permutation(len(held.scored))
+            position = np.argsort(order[np.argsort(held.scored[order], kind="stable")])
+            halves = [
+                profiles.changes(np.where(position % 2 == half, held.scored, -1), len(held.group), mean)
+                for half, mean in enumerate((held.start, measured))
+            ]
             pairs = {name: (change, seen[test]) for name, change in predicted.items()}
             pairs[CEILING] = halves[0][test], halves[1][test]
             if held.role == "perturbation":
@@ -241,18 +235,9 @@ class Perturbation(Task):
                 by_metric = change_scores(change, truth, perturbed[test], self.config.top_genes)
                 for metric, values in by_metric.items():
                     scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
-        names, number = np.unique(units.perturbation, return_inverse=True)
+        names, number = np.unique(held.perturbation, return_inverse=True)
         member = np.eye(len(names))[number]
         for by_method in scores.values():
             for name, values in by_method.items():
                 by_method[name] = divide(np.nan_to_num(values) @ member, np.isfinite(values) @ member)
         return scores
-
-
-def _halves(held: HeldOut, measured: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Changes of two halves of each unit's scored cells, each from its own half of the controls."""
-    scored, generator = held.scored, np.random.Generator(np.random.Philox(key=[seed, 5]))
-    order = generator.permutation(len(scored))
-    position = np.argsort(order[np.argsort(scored[order], kind="stable")])
-    parts = [np.where(position % 2 == half, scored, -1) for half in (0, 1)]
-    return [held.profiles.changes(part, len(held.units), mean) for part, mean in zip(parts, (held.start, measured))]

@@ -47,10 +47,9 @@ class Reconstruct(Task):
             for column, labels in leaf.judged_labels().items():
                 counts = count_labels(reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels)
                 metrics |= {f"{name}.{key}" if name else key: value for key, value in counts.numbers().items()}
-                some = counts.n_unknown < counts.n_labelled
-                result = "such cells are not judged" if some else "no cell is judged"
-                if line := counts.problem():
-                    notes.append(f"{leaf.config.name} of {line}; {result}.")
+                who = "such cells are not" if counts.n_unknown < counts.n_labelled else "no cell is"
+                if counts.problem:
+                    notes.append(f"{leaf.config.name} of {counts.problem}; {who} judged.")
         return TaskResult(figures={"n_cells": len(cells)} | metrics, verdicts=verdicts, notes=notes)
 
     def _network(self, model: EvaluatedModel) -> Model:
@@ -76,13 +75,13 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any token."""
     model, reader = context.model, context.reader
     mask = np.isin(np.arange(reader.n_obs), cells)
-    device, totals, batches = next(network.parameters()).device, np.zeros(2, np.int64), []
+    device, batches = next(network.parameters()).device, []
     with inference(device, context.options.precision):
         keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
         rows, named = reader.rows(ROW_BLOCK), network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
-        for block in tokens_of(rows, context.columns, model.vocabulary, model.tokens, mask, totals, counted, per_cell):
+        for block in tokens_of(rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell):
             for part in split_batch(block, TOKEN_BUDGET):
                 prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
                 observed = network.objective.observe(network, prepared)  # bfloat16 is unknown to numpy

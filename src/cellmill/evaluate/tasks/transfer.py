@@ -1,16 +1,13 @@
 """Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another (docs/evaluation.md).
 
-They are fitted on all labelled cells of `fit_on`, and tested on the scored cells of each other dataset, without those
-that equal a fitted cell in all shared genes. All features, the embedding too, see only the genes that all these
-datasets have, by the model's names where it knows them. A further row has the embedding of each dataset's own genes, if
-there are more. Scales, components and classifiers are fitted without the tested cells.
+All features, the embedding too, see only the genes that all these datasets have, by the model's names where it knows
+them. Scales, components and classifiers are fitted without the tested cells.
 
-Accuracy and F1 cover cells whose label is among the fitted ones. Where labels are ids of the Cell Ontology, nearness
-and steps (`cellmill.data.genes.tables`) compare a predicted id with the true one, for cells of other labels too
-(`nearness, new labels`). Intervals are over the tested cells, not over other fitted cells, donors or platforms.
+Accuracy and F1 cover cells whose label is among the fitted ones; where labels are ids of the Cell Ontology, nearness
+and steps (`cellmill.data.genes.tables`) cover others too. Intervals are over the tested cells, not over other fitted
+cells, donors or platforms.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -22,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
-from cellmill.data.genes.tables import RELEASE, CellOntology, cell_ontology, is_term_id
+from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.features import (
     OF_TRAINING,
@@ -48,11 +45,9 @@ from cellmill.evaluate.scores import (
 )
 from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import METRICS, majority
-from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
+from cellmill.evaluate.tasks.imputation import HiddenGenes
 from cellmill.models.family import Model
 
-ALL_SHARED = "all shared genes"
-OF_FITTED = f"PCA{COMPONENTS} of the fitted cells"
 KNOWN, NEW = "known labels", "new labels"
 FEWEST_JUDGED = 10  # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
 
@@ -68,32 +63,22 @@ class CellGroup:
     cells: np.ndarray  # their indices, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
     labels: np.ndarray  # class of each cell; text
-    embedding: np.ndarray  # of all genes of the file
 
     @classmethod
     def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
-        columns = context.columns
+        columns = zip(context.columns.target, reader.var_names, context.columns.measured)
         return cls(
             column=str(label.name),
             context=context,
-            names=[
-                known[row] if row >= 0 else name if measured else ""
-                for row, name, measured in zip(columns.target, reader.var_names, columns.measured)
-            ],
-            cells=cells,
+            names=[known[row] if row >= 0 else name if measured else "" for row, name, measured in columns],
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
+            cells=cells,
             counts=read_rows(reader, cells),
             labels=chosen.labels,
-            embedding=context.vectors[cells],
         )
-
-    def without(self, cells: np.ndarray) -> Self:
-        """The group without the cells of mask `cells`."""
-        of_cells = ("cells", "counts", "labels", "embedding")
-        return replace(self, **{name: getattr(self, name)[np.flatnonzero(~cells)] for name in of_cells})
 
     def over(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
@@ -140,20 +125,19 @@ def transfer_features(
         parts = [HiddenGenes(group.context, group.counts, hidden).embedded(network) for group in (*fitted, tested)]
         return np.concatenate(parts[:-1]), parts[-1]
 
-    whole = np.concatenate([group.embedding for group in fitted]), tested.embedding
+    *parts, whole_tested = [group.context.vectors[group.cells] for group in (*fitted, tested)]
+    whole = np.concatenate(parts), whole_tested
     more = np.isin(hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])).any()
     both: dict[str, Any] = {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
-    both |= {
-        UNTRAINED: embedded(model.untrained),
-        OF_TRAINING: [model.components.transform(part) for part in known],
-    }
+    both[UNTRAINED] = embedded(model.untrained)
+    both[OF_TRAINING] = [model.components.transform(part) for part in known]
     if min(profiles[0].shape) > 1:
-        plain = pca(profiles[0].shape)
-        scaled = make_pipeline(StandardScaler(with_mean=False), pca(profiles[0].shape))
-        for name, components in ((OF_FITTED, plain), (f"{OF_FITTED}, scaled genes", scaled)):
-            components.fit(profiles[0])
+        scaler = StandardScaler(with_mean=False)
+        for ending, steps in (("", ()), (", scaled genes", (scaler,))):
+            components = make_pipeline(*steps, pca(profiles[0].shape)).fit(profiles[0])
+            name = f"PCA{COMPONENTS} of the fitted cells{ending}"
             both[name] = [components.transform(part) for part in profiles]
-    both[ALL_SHARED] = profiles
+    both["all shared genes"] = profiles
     n, labels = len(whole[0]), np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
     both[RANKED] = ranked[:n], ranked[n:]
@@ -182,7 +166,9 @@ class Transfer(Task):
         tested = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
         genes = shared_genes([*fitted, tested])
         same = copies(sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes))
-        tested, labels = tested.without(same), np.concatenate([group.labels for group in fitted])
+        new = np.flatnonzero(~same)
+        tested = replace(tested, cells=tested.cells[new], counts=tested.counts[new], labels=tested.labels[new])
+        labels = np.concatenate([group.labels for group in fitted])
         known = np.isin(tested.labels, labels)
         fitted_on, new = ", ".join(config.fit_on), tally(tested.labels[~known])
         numbers: dict[str, Any] = tested.left_out | {
@@ -196,10 +182,6 @@ class Transfer(Task):
             "n_new_classes": int((~known).sum()),
             "n_copies": int(same.sum()),
         }
-        print(f"{dataset}: transfer: {len(labels):,} cells of {fitted_on} fitted", flush=True)
-        if new:
-            counts = ", ".join(f"{name} {n:,}" for name, n in new.items())
-            print(f"{dataset}: transfer: labels without a fitted cell: {counts}", flush=True)
         if len(names := tally(labels)) < 2:
             return TaskResult(figures=numbers, skipped=f"the cells of {fitted_on} have one label")
         ids = config.ontology and _are_ids([*fitted, tested])
@@ -255,26 +237,18 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
         columns += [predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()]
         confusion = predictions.confusion(KNOWN, columns[0].best(own=True))
     if ids:
-        numbers = numbers | {"cell_ontology": RELEASE}
-        for condition in predictions.by_condition:
-            ending = "" if condition == KNOWN else f", {condition}"
-            columns.append(_ontology_column(predictions, condition, f"nearness{ending}", CellOntology.nearness))
-            steps.append(_ontology_column(predictions, condition, f"steps{ending}", CellOntology.steps))
+        numbers, ontology, terms = numbers | {"cell_ontology": RELEASE}, cell_ontology(), predictions.classes
+        for condition, methods in predictions.by_condition.items():
+            for name, measure, kept in (("nearness", ontology.nearness, columns), ("steps", ontology.steps, steps)):
+                heading = name if condition == KNOWN else f"{name}, {condition}"
+                table = np.array([[float(measure(str(true), str(other))) for other in terms] for true in terms])
+                scores = {
+                    method: np.where(classes == NOT_TESTED, np.nan, table[predictions.truth, classes])
+                    for method, classes in methods.items()
+                }
+                kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)
     for row in rows:
         row |= {column.heading: column.mean(row["name"]) for column in steps}
     judged = [column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED]
     return TaskResult.from_columns(columns, numbers, judged, rows=rows, confusion=confusion)
-
-
-def _ontology_column(
-    predictions: Predictions, condition: str, heading: str, measure: Callable[[CellOntology, str, str], float]
-) -> ScoreColumn:
-    """`measure` of the true and the predicted id of each cell."""
-    terms, ontology = predictions.classes, cell_ontology()
-    table = np.array([[float(measure(ontology, str(a), str(b))) for b in terms] for a in terms])
-    scores = {
-        name: np.where(classes == NOT_TESTED, np.nan, table[predictions.truth, classes])
-        for name, classes in predictions.by_condition[condition].items()
-    }
-    return ScoreColumn(heading, f"{heading} in the Cell Ontology", scores)
