@@ -13,6 +13,8 @@ from tests.plugins import plugins as plugins
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start have the filters of warnings of pyproject.toml too."""
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
+    # numba colours the texts of its errors by colorama, which sets sys.stdout back to that of an earlier test
+    os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
 
 ORDER = ("cluster", "workflow", "distributed", "house", "unit")

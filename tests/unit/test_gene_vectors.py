@@ -245,5 +245,5 @@ def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> N
     paths[0].unlink()
     with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
         vectors_digest(runs[0], None)
-    with pytest.raises(ValueError, match="gene_vectors requires gene_vector_dim"):
+    with pytest.raises(ValueError, match="gene_vectors and train_gene_vectors require gene_vector_dim"):
         FamilyConfig.model_validate({"gene_vectors": "a.npy"})

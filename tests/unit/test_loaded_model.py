@@ -56,7 +56,7 @@ def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Pa
     assert (model.embed(narrow, "raw") == expected).all()  # raw has genes of its own
     with pytest.raises(DataError, match=r"looks log-transformed; raw counts may be in raw or counts: set argument"):
         model.embed(normalised)
-    with pytest.raises(DataError, match=r"^adata: no count \(`counts`\); did you mean 'counts'"):
+    with pytest.raises(DataError, match=r"^adata: no matrix 'count' \(argument `counts`\); did you mean 'counts'"):
         model.embed(normalised, "count")
 
 

@@ -120,7 +120,7 @@ ELSEWHERE = {
     "unit/test_shard_parts.py": "shard.duplicates shard.jobs",
     "unit/test_shards.py": "shard.train_values",
     "unit/test_size.py": "model.size",
-    "unit/test_stream.py": "stream.io_threads",
+    "unit/small_corpus.py": "stream.io_threads",
     "unit/test_sum.py": "objective.parts",
     "unit/test_supervised_contrastive.py": "objective.label_column objective.temperature",
     "unit/test_vocabulary.py": "vocabulary.genes vocabulary.protein_coding vocabulary.medians",

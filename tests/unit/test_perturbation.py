@@ -94,14 +94,18 @@ def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_contro
     profiles = held.profiles
     assert len(held.group) == 5
     assert set(held.group[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
+    # the first cell of an untrained perturbation has no stratum: its other cells count
+    none = np.where(np.arange(len(profiles.stratum)) == held.unit_of_cell.tolist().index(3), -1, profiles.stratum)
+    without = HeldOut.of_profiles(screen, CONFIG, "perturbation", replace(profiles, stratum=none))
+    assert (without.group.tolist(), without.unseen.tolist()) == (held.group.tolist(), held.unseen.tolist())
     known = profiles.expression.toarray()
     half = profiles.half
     assert abs(int((half == 0).sum()) - int((half == 1).sum())) <= 2
     assert (half >= 0).tolist() == screen.roles["is_control"].tolist()
-    found = profiles.changes(held.of_cell, 5, profiles.control_means(1))
+    found = profiles.changes(held.unit_of_cell, 5, profiles.control_means(1))
     batch = screen.roles["batch"].to_numpy()
     for unit in range(5):
-        cells = np.flatnonzero(held.of_cell == unit)
+        cells = np.flatnonzero(held.unit_of_cell == unit)
         of_cells = [known[cell] - known[(half == 1) & (batch == batch[cell])].mean(0) for cell in cells]
         np.testing.assert_allclose(found[unit], np.mean(of_cells, axis=0), atol=1e-5)
 

@@ -63,7 +63,7 @@ def test_only_genes_are_masked_and_each_cell_has_a_target(family: str) -> None:
     ("options", "problem"),
     [
         ({"pooling": "cls"}, "pooling: cls needs the token <cls>; set ends to cls or cls_eos, or pooling to mean"),
-        ({"embed_layer": -3}, "embed_layer: expected at least -2 with layers = 2"),
+        ({"embed_layer": -3}, "embed_layer: expected at least -2 with layers = 2, got -3"),
         ({"heads": 3}, "hidden: 16 is not a multiple of heads = 3"),
     ],
     ids=str,

@@ -146,7 +146,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context
         if fold[0]:
             continue
         changed = profiles.expression.tolil()
-        tested = np.isin(held.of_cell, fold[2])
+        tested = np.isin(held.unit_of_cell, fold[2])
         changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0  # nor of the controls of the measured changes
         other = replace(profiles, expression=changed.tocsr())
         blind = np.full_like(context.vectors, np.nan)

@@ -325,12 +325,14 @@ LIMIT, REQUEST, SPENT = "a limit of yours, ", "a job may not request this: ", "t
     [
         *((reason, LIMIT) for reason in (
             "QOSMaxJobsPerUserLimit", "QOSMaxGRESPerUser", "QOSMaxCpuPerUserLimit", "QOSGrpNodeLimit", "QOSJobLimit",
-            "AssocMaxJobsLimit", "AssocGrpGRES", "AssocGrpCpuLimit", "MaxGRESPerAccount",
+            "AssocMaxJobsLimit", "AssocGrpGRES", "AssocGrpCpuLimit", "MaxGRESPerAccount", "AssociationJobLimit",
         )),
         *((reason, REQUEST) for reason in ("QOSMaxGRESPerJob", "AssocMaxNodePerJobLimit", "QOSMinGRES")),
         *((reason, SPENT) for reason in ("AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes")),
         ("QOSMaxWallDurationPerJobLimit", "runtime 5 min is more than the QOS allows"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "its nodes are down or reserved"),
+        ("PartitionInactive", "its partition is not open"),
+        ("AccountNotAllowed", "the partition refuses it"),
     ],
 )  # fmt: skip
 def test_every_reason_why_a_job_waits_has_a_sentence(reason: str, begins: str) -> None:

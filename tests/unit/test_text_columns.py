@@ -69,7 +69,7 @@ def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
     config: Any = SimpleNamespace(min_cells=1)
     units = HeldOut.of_profiles(context, config, "donor", profiles)
     assert units.group.tolist() == ["a", "b", "c"]
-    assert units.of_cell.tolist() == [0, -1, 1, 0, -1, 2]
+    assert units.unit_of_cell.tolist() == [0, -1, 1, 0, -1, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

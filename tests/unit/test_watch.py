@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +86,11 @@ def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration
         assert main(["watch", name, "--results", results]) == 2
         message = f"no such run in {results}/runs or {config}; did you mean {nearest!r}?"
         assert capsys.readouterr().err == f"cellmill watch: {name!r}: {message}\n"
-    monkeypatch.setattr("time.sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
     assert main(["watch", "demo", "--results", results]) == 0
     assert capsys.readouterr().out == "demo: not begun\n"
 

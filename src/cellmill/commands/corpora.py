@@ -53,7 +53,7 @@ def convert(
 
 
 def archive(*, manifest: Path, out: Path) -> None:
-    """Archive the shards of `manifest` in the folder `out`; goes on where a killed command ended."""
+    """Archive the shards of `manifest` in the folder `out`; resumes a killed command."""
     shards = Manifest.read(manifest)
     archived = archive_shards(shards, out)
     stored = sum(shards.shard_path(file).stat().st_size for file in shards.files())
@@ -65,7 +65,7 @@ def archive(*, manifest: Path, out: Path) -> None:
 
 
 def unarchive(*, archive: Path, out: Path) -> None:
-    """Restore the shards of the folder `archive` in `out`; goes on where a killed command ended."""
+    """Restore the shards of the folder `archive` in `out`; resumes a killed command."""
     n = restore_shards(Manifest.read(archive / "manifest.json"), out)
     print(f"{out}: {n:,} files, each with the SHA-256 of the manifest")
 

@@ -31,9 +31,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
                 raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} is there twice; remove one")
-            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
@@ -68,7 +70,7 @@ INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
 def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:
-    """The runs, where one that starts from a model of other sizes or tokens than those at the top takes that model's.
+    """Runs, in which `init_from` supplies the sections of model and tokens that do not match the parent's.
 
     A key that the run itself sets (`own`) stays. A section that suits the model already stays as it is, so that an
     option that is free, such as dropout, is that of the top.
@@ -144,7 +146,7 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
     except ValidationError as error:
         where, message = explain(error, Workflow)
         for name, given in tree["runs"].items():  # without its parent's sections a run may be wrong
-            published = PublishedFolder.named_by(str((given or {}).get("init_from")))
+            published = PublishedFolder.named_by(str(_mapping(given, f"runs.{name}").get("init_from")))
             if published is not None and where[-1:] != ["init_from"]:
                 try:
                     published.files()
@@ -157,9 +159,11 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
         if (parent := run.init_from) is None:
             continue
         before = vars(checked.runs[parent]) if parent in checked.runs else stored_sections(parent)
+        if before is None:
+            continue
         with suppress(ValidationError):  # of the model's own file: stage train reports the error
-            for message in unequal_options(before or vars(run), vars(run), parent).values():
-                raise ConfigError(f"{source}: runs.{name}: {message}")
+            if unequal := [*unequal_options(before, vars(run), parent).values()]:
+                raise ConfigError(f"{source}: runs.{name}: {unequal[0]}")
     checked.check_datasets(source)
     return checked
 
@@ -199,7 +203,7 @@ def with_defaults(tree: Any) -> Tree:
     if wrong := [str(key) for key in tree if key not in known]:
         raise ConfigError(unknown_key(wrong[0], known))
     merged: Tree = {name: value for name, value in tree.items() if name in Workflow.model_fields}
-    merged |= {name: tree.get(name) or {} for name in sections_of(Workflow)}
+    merged |= {name: _mapping(tree.get(name), name) for name in sections_of(Workflow)}
     for kind, owner in ENTRIES.items():
         given = tree.get(kind)
         if not isinstance(given, dict) or not given:
@@ -212,7 +216,7 @@ def with_defaults(tree: Any) -> Tree:
             for name, own in entries.items():
                 if isinstance(own.get(section), dict | None):
                     merged[kind][name][section] = options.override(defaults, own.get(section) or {})
-    merged["runs"] = with_parents(merged["runs"], entries)
+    merged["runs"] = with_parents(merged["runs"], {name: _mapping(own, name) for name, own in tree["runs"].items()})
     return merged
 
 

@@ -111,11 +111,11 @@ def tokens_of(
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         n = raw.shape[0]
-        rows = np.arange(n) if chosen is None else np.flatnonzero(chosen[first : first + n])
-        cells, first = rows + first, first + n
-        if not len(rows):
+        kept = np.arange(n) if chosen is None else np.flatnonzero(chosen[first : first + n])
+        cells, first = kept + first, first + n
+        if not len(kept):
             continue
-        raw = raw[rows] if len(rows) < n else raw
+        raw = raw[kept] if len(kept) < n else raw
         block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
         if totals is not None and columns.ordered:
             totals += raw.nnz
@@ -142,7 +142,7 @@ def embed_cells(
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order.
 
-    Raises DataError if the model knows too little of the file, or the file of the model.
+    Raises DataError if the model knows too few of the file's counts, or the file has too few of the model's genes.
     """
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))

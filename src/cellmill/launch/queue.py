@@ -32,7 +32,11 @@ REMEDIES = {
     "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
     "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
     "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
-    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "ReqNodeNotAvail|NodeDown|Reservation": "its nodes are down or reserved",
+    "Partition(Down|Inactive)": "its partition is not open: wait, or change slurm_partition in the profile",
+    "(QOS|Account)NotAllowed": "the partition refuses it: change slurm_account, qos or slurm_partition in the profile",
+    "Licenses": "its licenses are in use",
+    "BeginTime": "SLURM starts it again after a pause",
     "DependencyNeverSatisfied": "it will never start: cancel it",
     "InvalidAccount": "slurm_account is not valid: change it in the profile",
     "InvalidQOS": "qos is not valid: change it in the profile",
@@ -40,8 +44,8 @@ REMEDIES = {
     "Resources": "it starts as soon as enough nodes are free",
     r"(QOS|Assoc)Grp\w*Minutes\w*": "the time that was granted is used up: change slurm_account or qos in the profile",
     r"(QOS|Assoc)(Max\w*PerJob|Min)\w*": "a job may not request this: change the request, or qos, in the profile",
-    r"(QOS|Assoc)(Max|Grp|Job)\w*|Max\w*PerAccount": "a limit of yours, the account or the QOS is reached: it starts "
-    "once other jobs have ended, or with another qos in the profile",
+    r"(QOS|Assoc)(Max|Grp|Job)\w*|Association\w*Limit|Max\w*PerAccount": "a limit of yours, the account or the QOS is "
+    "reached: it starts once other jobs have ended, or with another qos in the profile",
 }
 """By SLURM's reason why a job is pending, a regular expression of which the first counts: what it waits for, or what to
 do."""

@@ -101,9 +101,13 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
 
 
+SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")  # fields for models
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
-    """The tokens that an encoder is given, without counts; where hidden, `genes` are `<mask>` and `values` 0.
+    """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`); where hidden, `genes` are `<mask>`
+    and `values` 0.
 
     Properties are computed when they are first read, on the batch's device: few families read all of them.
     """
@@ -117,7 +121,7 @@ class EncoderBatch(Batch):
         """Return the batch, with hidden what `own` hides."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
         given = {name: getattr(batch, name) for name in shared} | {"keys": keys}
-        given |= dict.fromkeys(("counts", "numbers", "teacher"))
+        given |= dict.fromkeys({f.name for f in fields(Batch)} - {*SHOWN})
         if (hidden := own.get("value_hidden")) is None:
             hidden = own["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool)
         return cls(**given | {"value_known": ~hidden} | own)

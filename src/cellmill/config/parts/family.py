@@ -21,14 +21,14 @@ class GeneVectorsConfig(Section):
     gene_vectors: str | None = None
     """File with a vector per gene, by Ensembl id or symbol: NAME.npy with shape (genes, dim), and the names, one per
     line, in NAME.genes.txt; .safetensors with a tensor per name; or .tsv or .csv with a gene and its numbers per line.
-    A learned projection of it is added to the gene's learned embedding; a gene without a vector has this alone."""
+    A learned projection of it is added to the gene's learned embedding; a gene without one has the latter alone."""
     gene_vector_dim: int | None = Field(None, ge=1)
     """Dimension of the vectors; null means no vectors. Without a file the vectors are those of init_from."""
     train_gene_vectors: bool = Field(False, description="Also train the vectors; otherwise their projection alone.")
 
     def problems(self) -> Iterator[str]:
         if self.gene_vector_dim is None and (self.gene_vectors is not None or self.train_gene_vectors):
-            yield "gene_vectors requires gene_vector_dim, the numbers of each vector; set it"
+            yield "gene_vectors and train_gene_vectors require gene_vector_dim, the numbers of each vector; set it"
 
 
 SizeName = Literal["10M", "51M", "106M", "300M", "1B", "3B"]
@@ -57,7 +57,7 @@ class FamilyConfig(Plugin):
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
-    token_keys: ClassVar[tuple[str, ...]] = ()  # options of section tokens too, besides the tokenizer
+    token_keys: ClassVar[tuple[str, ...]] = ()  # likewise of section tokens, besides the tokenizer
     value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
     sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
     compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
@@ -133,7 +133,7 @@ class PostNormConfig(TransformerConfig):
     """Architecture of post-norm blocks, and the pooling."""
 
     objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
-    weight_keys: ClassVar[tuple[str, ...]] = (*(*TransformerConfig.weight_keys, "activation", "norm_eps", "ends"),)
+    weight_keys: ClassVar[tuple[str, ...]] = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
 
     layers: int = Field(6, ge=1, description="Transformer blocks.")
     activation: Literal["gelu", "relu"] = Field("relu", description="Activation inside the feed-forward layers.")
@@ -142,13 +142,13 @@ class PostNormConfig(TransformerConfig):
     """Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."""
     pooling: Literal["mean", "cls"] = "mean"
     """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
-    embed_layer: int = Field(0, le=0, description="Block whose output is embedded: 0 is the last, -1 the one before.")
+    embed_layer: int = Field(0, le=0, description="Block whose output is pooled: 0 is the last, -1 the one before.")
 
     def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":
             yield "pooling: cls needs the token <cls>; set ends to cls or cls_eos, or pooling to mean"
         if -self.embed_layer > self.layers:
-            yield f"embed_layer: expected at least {-self.layers} with layers = {self.layers}"
+            yield f"embed_layer: expected at least {-self.layers} with layers = {self.layers}, got {self.embed_layer}"
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):

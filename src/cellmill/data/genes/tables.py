@@ -63,7 +63,8 @@ def gene_table(organism: str) -> GeneTable:
         for line in file:
             gene, symbol, previous, aliases, biotype = line.rstrip("\n").split("\t")
             symbols[gene] = symbol
-            coding += [gene] if biotype == "protein_coding" else []
+            if biotype == "protein_coding":
+                coding.append(gene)
             # C1orf159 is often spelled C1ORF159
             capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
             for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
@@ -73,7 +74,7 @@ def gene_table(organism: str) -> GeneTable:
 
 
 RELEASE = "2026-03-26"
-_ID = re.compile(r"CL:\d{7}")
+_TERM_ID = re.compile(r"CL:\d{7}")
 
 
 class CellOntology:
@@ -114,7 +115,7 @@ class CellOntology:
 
 def is_term_id(text: str) -> bool:
     """True for text of the form CL:0000084, known or not."""
-    return _ID.fullmatch(text) is not None
+    return _TERM_ID.fullmatch(text) is not None
 
 
 @cache
@@ -139,7 +140,7 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
         raise DataError(f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)")
     pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        cells = dict(zip(header, map(str.strip, line.split("\t"))))
+        cells = dict(reversed([*zip(header, map(str.strip, line.split("\t")))]))  # of equal columns the first
         names = {kind: name for kind in (organism, reference) if (name := cells.get(kind))}
         if len(names) < 2:
             continue  # a gene without an ortholog, as BioMart lists it

@@ -122,7 +122,7 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
 
 
 def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str, ...]) -> pd.DataFrame:
-    """Attributes of one number or text each, indexed by the first of `names` that is unique, else that is there."""
+    """Attributes of one number or text each, indexed by the first of `names` with unique values, else that exists."""
     columns = {}
     for name, array in file[where].items():
         if is_array(array) and array.shape is not None and len(array.shape) == 1:

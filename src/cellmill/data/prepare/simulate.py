@@ -36,13 +36,12 @@ DONORS_PER_BATCH = 2
 LIBRARY, LIBRARY_SD = 4000.0, 0.35  # median counts of a cell, and sd of their logarithm
 AMBIENT_FRAC = 0.05  # mean over cells
 MITO_GENES = 13
-_RNA = ("RN", *(f"T{letter}" for letter in "ACDEFGHIKLMNPQRSTVWY"))  # MT-RNR1, MT-TA ...: not protein-coding
 
 
 class Simulation:
     """Simulated cells with human genes, including the 13 mitochondrial ones.
 
-    With `perturbations`, one of that number of genes is knocked down in half of the cells; the others are `control`.
+    Half of the cells have one of `perturbations` genes knocked down; the others are `control`.
     `obs` has cell_type, batch, donor and perturbation, `var` the symbol of each Ensembl id. Raises ConfigError when a
     number is out of range.
     """
@@ -50,10 +49,12 @@ class Simulation:
     def __init__(
         self, cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
     ) -> None:
-        first = {symbol: gene for gene, symbol in reversed(gene_table("human").symbols.items()) if symbol != gene}
+        table = gene_table("human")
+        first = {symbol: gene for gene, symbol in reversed(table.symbols.items()) if symbol != gene}
         known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
-        mito = sorted(gene for gene, symbol in known.items() if symbol.startswith("MT-") and symbol[3:5] not in _RNA)
-        mito = mito[:MITO_GENES]
+        mito = sorted(
+            gene for gene, symbol in known.items() if symbol.startswith("MT-") and gene in table.protein_coding
+        )
         for name, value, low, high in (
             ("cells", cells, 1, 2**31),
             ("genes", genes, 2 * MITO_GENES, len(known)),
@@ -68,7 +69,8 @@ class Simulation:
         self.var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
         self._seed, random = seed, _random(seed, 0, 0)
         base = random.normal(0, 1.5, genes).astype(np.float32)
-        targets = np.sort(random.choice([ids.index(gene) for gene in others], perturbations, replace=False))
+        position = {gene: at for at, gene in enumerate(ids)}
+        targets = np.sort(random.choice([position[gene] for gene in others], perturbations, replace=False))
         donors = batches * DONORS_PER_BATCH
         donor = random.integers(donors, size=cells)
         perturbed = random.integers(-perturbations, perturbations, cells) if perturbations else np.full(cells, -1)
@@ -146,6 +148,7 @@ def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None
     """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy. Raises ConfigError."""
     _require_between("cells", sequences, 1, 10**7)
     _require_between("types", families, 1, 1000)
+    _require_between("seed", seed, 0, 2**63)
     with atomic_path(out) as temporary:
         text = "".join(_records(sequences, families, seed)).encode()
         temporary.write_bytes(gzip.compress(text, mtime=0) if out.suffix == ".gz" else text)

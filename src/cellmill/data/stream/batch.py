@@ -57,7 +57,8 @@ TOKEN, CELL = {"per": Per("token")}, {"per": Per("cell")}
 class Batch:
     """One micro-batch of one rank, without padding. It may be empty: no cells, no tokens, `cu_seqlens` [0].
 
-    Arrays per token or per cell are declared here alone: they are cut, padded, copied and shown to a model by `map`.
+    Arrays per token or per cell are declared here alone: they are cut, padded and copied by `map`. Objectives read all;
+    a model is given those of `models.batch.SHOWN`.
     """
 
     genes: Array = field(metadata=TOKEN)  # (tokens,) token ids: int32, int64 as tensors

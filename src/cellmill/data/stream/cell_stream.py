@@ -216,7 +216,7 @@ class CellStream:
         self._closed = True
         self._stop_ahead()
         self._rows.close()
-        self._shards[0].close()
+        self._shards[0].close()  # they share their open files
 
     def _stop_ahead(self) -> None:
         """End the thread that tokenizes ahead, and wait for it."""

@@ -218,7 +218,10 @@ def predicted_changes(
 
 
 def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth * share."""
+    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth * share.
+
+    Summed over k, because the expectation of a logarithm is not the logarithm of the expectation.
+    """
     mean = depth[:, None] * shares
     scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
     small = np.minimum(mean, LARGE)
@@ -232,7 +235,7 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
 
 RESPONSE = f"{EMBEDDING} + response head"
 CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
-# share of scored cells from which a perturbation is not seen in training: others equal training cells or have no gene
+# a group counts as unseen if this share of its cells is scored; the others equal training cells or have no known gene
 UNSEEN_FRAC = 0.9
 STRATA = ("batch", "donor")
 Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
@@ -249,7 +252,7 @@ class HeldOut:
     config: PerturbationConfig
     role: str
     profiles: Profiles
-    of_cell: np.ndarray  # (cells,) int64: its unit; -1 for controls, and for units with too few cells
+    unit_of_cell: np.ndarray  # (cells,) int64: its unit; -1 for controls, and for units with too few cells
     perturbation: np.ndarray  # (U,) text
     group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
     unseen: np.ndarray  # (U,) bool: of a group that the model saw no cell of
@@ -269,10 +272,9 @@ class HeldOut:
         missing = (text == "") | (profiles.stratum < 0)
         if role != "perturbation":
             missing |= context.roles[role].isna().to_numpy()
-        groups, group = np.unique(np.where(missing, "", values), return_inverse=True)
-        n_scored, n_cells = (
-            np.bincount(group[cells], minlength=len(groups)) for cells in (context.scored, slice(None))
-        )
+        groups, group = np.unique(values, return_inverse=True)
+        n_cells = np.bincount(group[~missing], minlength=len(groups))
+        n_scored = np.bincount(group[~missing & context.scored], minlength=len(groups))
         unseen_group = n_scored >= UNSEEN_FRAC * n_cells
         names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
         labels, first, number = np.unique(names, return_index=True, return_inverse=True)
@@ -283,8 +285,17 @@ class HeldOut:
         kept = np.flatnonzero(enough & is_unit)
         unit = np.where(missing | ~enough[number], -1, np.searchsorted(kept, number))
         left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
-        of_units = text[first[kept]], values[first[kept]], unseen[kept]
-        return cls(context, config, role, profiles, unit, *of_units, left_out)
+        return cls(
+            context,
+            config,
+            role,
+            profiles,
+            unit_of_cell=unit,
+            perturbation=text[first[kept]],
+            group=values[first[kept]],
+            unseen=unseen[kept],
+            left_out=left_out,
+        )
 
     def folds(self) -> Iterator[Fold]:
         """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
@@ -306,9 +317,9 @@ class HeldOut:
                 yield 0, train, test
 
     @cached_property
-    def scored(self) -> np.ndarray:
+    def scored_unit(self) -> np.ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
-        return np.where(self.context.scored, self.of_cell, -1)
+        return np.where(self.context.scored, self.unit_of_cell, -1)
 
     @cached_property
     def genes(self) -> list[list[int]]:
@@ -317,14 +328,14 @@ class HeldOut:
         return [rows[name] for name in self.perturbation]
 
     @cached_property
-    def start(self) -> np.ndarray:
+    def start_means(self) -> np.ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
         return self.profiles.control_means(0)
 
     @cached_property
-    def known(self) -> np.ndarray:
+    def fitted_changes(self) -> np.ndarray:
         """(U, G) float64: changes from these controls, which predictions are fitted on."""
-        return self.profiles.changes(self.of_cell, len(self.group), self.start)
+        return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
@@ -338,7 +349,7 @@ class HeldOut:
         by_gene = {LOADINGS: loadings_of(model.components)} | {
             name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors
         }
-        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)  # neither perturbed nor measured from
+        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)  # controls that predictions start from
         controls = self.profiles.expression[np.flatnonzero(starts)[:PCA_CELLS]]
         spread = expression_statistics(controls)[:, 1]
         standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
@@ -348,9 +359,9 @@ class HeldOut:
         features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
         parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.perturbation]
         named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
-        known = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
+        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]  # a file may have more than the dataset measured
         for name, path in self.config.priors.items():
-            given = read_vectors(Path(path), [*known, *named.values()])[len(known) :].double().numpy()
+            given = read_vectors(Path(path), [*genes, *named.values()])[len(genes) :].double().numpy()
             row = {part: at for at, part in enumerate(named) if np.isfinite(given[at]).all()}
             of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
             features[PRIOR + name] = _of_units(of_units, given)
@@ -358,14 +369,14 @@ class HeldOut:
 
     def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
         """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
-        states = self.profiles.controls_of(self.of_cell, len(self.group), self.start)
-        shares = np.nan_to_num(self.profiles.strata_of(self.scored, len(self.group)))
+        states = self.profiles.controls_of(self.unit_of_cell, len(self.group), self.start_means)
+        shares = np.nan_to_num(self.profiles.strata_of(self.scored_unit, len(self.group)))
         responses = predicted_changes(self.context, self.profiles, shares, self.perturbation.tolist(), self.genes)
         for repetition, train, test in folds:
             if self.role == "perturbation":
-                predicted = of_new_perturbations(self.known, train, test, self.features, self.config.neighbors)
+                predicted = of_new_perturbations(self.fitted_changes, train, test, self.features, self.config.neighbors)
             else:
-                predicted = of_new_contexts(self.known, train, test, self.perturbation, states)
+                predicted = of_new_contexts(self.fitted_changes, train, test, self.perturbation, states)
             if responses is not None:
                 predicted[RESPONSE] = responses[test]
             yield repetition, test, predicted

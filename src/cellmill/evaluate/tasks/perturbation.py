@@ -104,8 +104,8 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
             of_method[np.searchsorted(tested, test)] = values
     position = np.full(len(held.group) + 1, -1, np.int64)  # the last is for cells without a unit
     position[tested] = np.arange(len(tested))
-    unit = position[held.scored]
-    doses = dict(zip(held.of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
+    unit = position[held.scored_unit]
+    doses = dict(zip(held.unit_of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
     names = [" | ".join(filter(None, (str(held.perturbation[of]), doses[of]))) for of in tested.tolist()]
     group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
     cells = np.flatnonzero(group >= 0)
@@ -211,20 +211,20 @@ class Perturbation(Task):
 
     def _scores(self, held: HeldOut, folds: list[Fold]) -> dict[str, dict[str, np.ndarray]]:
         """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
-        profiles, known = held.profiles, held.known
+        profiles, known = held.profiles, held.fitted_changes
         measured = profiles.control_means(1)
-        seen = profiles.changes(held.scored, len(held.group), measured)
+        seen = profiles.changes(held.scored_unit, len(held.group), measured)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
         shape = 1 + max(repetition for repetition, _, _ in folds), len(held.group)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
             # changes of two halves of each unit's scored cells, each from its own half of the controls
             generator = np.random.Generator(np.random.Philox(key=[held.context.options.seed + repetition, 5]))
-            order = generator.permutation(len(held.scored))
-            position = np.argsort(order[np.argsort(held.scored[order], kind="stable")])
+            order = generator.permutation(len(held.scored_unit))
+            position = np.argsort(order[np.argsort(held.scored_unit[order], kind="stable")])
             halves = [
-                profiles.changes(np.where(position % 2 == half, held.scored, -1), len(held.group), mean)
-                for half, mean in enumerate((held.start, measured))
+                profiles.changes(np.where(position % 2 == half, held.scored_unit, -1), len(held.group), mean)
+                for half, mean in enumerate((held.start_means, measured))
             ]
             pairs = {name: (change, seen[test]) for name, change in predicted.items()}
             pairs[CEILING] = halves[0][test], halves[1][test]
