@@ -18,6 +18,7 @@ import scipy.sparse as sp
 from limits import limited
 
 from cellmill.config.load import load_config
+from cellmill.data.arrays import select_columns
 from cellmill.data.inputs import h5_walk, matrices
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.formats import declared_names, open_counts, open_dataset
@@ -320,3 +321,22 @@ def test_inputs_are_walked_once_before_they_are_opened(tmp_path: Path, monkeypat
     text = tmp_path / "text.h5ad"
     text.write_text("no HDF5")
     h5_walk.check_walk([text])
+
+
+def test_counts_beyond_16_bits_are_written_in_32_and_no_sum_wraps(tmp_path: Path) -> None:
+    assert (count_dtype(65_535), count_dtype(65_536)) == (np.uint16, np.uint32)
+    matrix, obs, var = (
+        sp.csr_matrix(np.array([[70_000, 1]], np.uint32)),
+        pd.DataFrame(index=["c"]),
+        pd.DataFrame(index=["g", "h"]),
+    )
+    write_cells(tmp_path / "wide.h5ad", obs, var, [matrix], 2, count_dtype(70_000))
+    assert ad.read_h5ad(tmp_path / "wide.h5ad").X.toarray().tolist() == [[70_000, 1]]
+    with pytest.raises(AssertionError, match="too large for uint16"):
+        write_cells(tmp_path / "cut.h5ad", obs, var, [matrix], 2, count_dtype(1))
+    assert os.listdir(tmp_path) == ["wide.h5ad"]
+    block, one_gene = sp.csr_matrix(np.array([[2**32 - 1, 1]], np.uint32)), np.zeros(2, np.int32)
+    with pytest.raises(DataError, match="columns of one gene sum to 4,294,967,296; the limit is 4,294,967,295"):
+        select_columns(block, one_gene, 1)
+    block.data[0] -= 1
+    assert select_columns(block, one_gene, 1).toarray().tolist() == [[2**32 - 1]]
