@@ -40,7 +40,7 @@ def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainF
     return folder
 
 
-@pytest.mark.parametrize(("step", "steps"), [(6, 20), (6, 7), (10, 20)])
+@pytest.mark.parametrize(("step", "steps"), [(6, 20), (10, 20)])
 def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, steps: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_the_same_number_of_steps_written_as_epochs_or_auto_is_the_same_run(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("step", "steps"), [(6, 6), (6, 3), (10, 9)])
+@pytest.mark.parametrize(("step", "steps"), [(6, 6), (10, 9)])
 def test_a_length_that_ends_before_the_step_reached_is_refused(tmp_path: Path, step: int, steps: int) -> None:
     folder = trained(tmp_path, step)
     with pytest.raises(ConfigError) as error:
@@ -113,13 +113,3 @@ def test_a_restart_of_the_same_run_is_no_restart_and_of_another_length_is_one(
     )
     saved = folder.path / "superseded-001" / "checkpoints" / "step-00000006" / "state.json"
     assert json.loads(saved.read_text())["steps"] == 10
-
-
-def test_a_classification_of_every_cell_in_turn_does_not_go_on_with_labelled_cells(tmp_path: Path) -> None:
-    classify = TREE | {"objective": {"name": "classification", "label_column": "kind"}}
-    before = stored_options(classify | {"stream": TREE["stream"] | {"weight_by": None}}, "test")
-    folder = trained(tmp_path, 6, before)
-    now = {"identity": identity(stored_options(classify, "test"), None)}
-    with pytest.raises(ConfigError, match=r"stream\.labelled_frac None -> 1\.0; stream\.weight_by None -> kind"):
-        is_done(folder, now | {"fingerprint": "aaaa"}, 10)
-    assert not is_done(folder, {"identity": identity(before, None), "fingerprint": "aaaa"}, 10)

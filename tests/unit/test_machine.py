@@ -57,7 +57,6 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
     ("given", "message"),
     [
         ({"nodes": "0"}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
-        ({"nodes": "3-2"}, "nodes: expected a number such as 2 or a range such as 1-2, got '3-2'"),
         ({"nodes": "1-2"}, "nodes: a range such as 1-2 requires launcher slurm, got local"),
         ({"nproc_per_node": 0}, "nproc_per_node: input should be greater than or equal to 1, got 0"),
         ({"gpus_per_node": "4", "gres": "gpu:4"},
@@ -81,10 +80,9 @@ def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], mess
     [
         ({"gpus_per_node": 4}, {"": 4}),
         ({"gpus_per_node": "h100:8"}, {"h100": 8}),
-        ({"gpus_per_node": "h100"}, {"h100": 1}),
+        ({"gres": "gpu"}, {"": 1}),
         ({"gres": "gpu:4"}, {"": 4}),
         ({"gres": "gpu:h100"}, {"h100": 1}),
-        ({"gres": "gpu"}, {"": 1}),
         ({"gres": "nvme:1,gpu:a100:2(S:0-1),gpu:h100:4"}, {"a100": 2, "h100": 4}),
         ({"gres": "nvme:1"}, {}),
         ({}, {}),

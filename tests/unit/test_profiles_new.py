@@ -16,51 +16,30 @@ from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.preflight.checks import DECLARED, ON_A_GPU, NoInput
 from cellmill.preflight.profile import assigned, evaluate, read_profile
+from tests.unit.slurm_site import CONFIG, scontrol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# as printed by `sinfo -h -a -N -o %N|%P|%a|%l|%T|%c|%m|%G|%f`
-SINFO = """\
-c1|cpu*|up|infinite|mixed|64|256000|(null)|(null)
-g1|gpu|up|2-00:00:00|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
-g2|gpu|up|2-00:00:00|idle|128|2063000|gpu:h100:8(S:0-1)|h100,ib
-g3|gpu|up|2-00:00:00|idle|64|515000|gpu:a100:4(S:0-1)|a100
-g4|gpu|up|2-00:00:00|drained|96|1031000|gpu:h100:8(S:0-1)|h100,ib
-g1|debug|up|30:00|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
-g1|root|up|infinite|allocated|96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib
-m1|mig|up|1:00:00|idle|32|128000|gpu:1g.10gb:14|(null)
-x1|old|down|1:00:00|idle|32|128000|gpu:v100:16|(null)
+SITE = """
+c1|MIXED|64|256000|(null)|(null)|cpu*|UP|UNLIMITED
+g1|ALLOCATED|92/96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib|gpu|UP|2-00:00:00
+g2|IDLE+POWERED_DOWN|128|2063000|gpu:h100:8(S:0-1)|h100,ib|gpu|UP|2-00:00:00
+g3|IDLE|64|515000|gpu:a100:4(S:0-1)|a100|gpu|UP|2-00:00:00
+g4|IDLE+DRAIN|96|1031000|gpu:h100:8(S:0-1)|h100,ib|gpu|UP|2-00:00:00
+g1|ALLOCATED|92/96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib|debug|UP|30:00
+g1|ALLOCATED|92/96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib|root|UP|UNLIMITED
+m1|IDLE|32|128000|gpu:1g.10gb:14|(null)|mig|UP|1:00:00
+x1|IDLE|32|128000|gpu:v100:16|(null)|old|DOWN|1:00:00
 """
-LINE = (
-    "PartitionName={} AllowGroups=ALL AllowAccounts={} AllowQos={} Default=NO QoS=N/A DefaultTime=00:10:00 "
-    "Hidden=NO MaxNodes={} MaxTime=UNLIMITED RootOnly={} ReqResv=NO MaxCPUsPerNode={} State=UP "
-    "JobDefaults=(null) DefMemPerCPU=500 MaxMemPerNode={} TRES=cpu=32,mem=32000M\n"
-)
-NODE = (
-    "NodeName={} Arch=x86_64 CPUAlloc=0 CPUEfctv={} CPUTot=96 OS=Linux 6.1.0 #1 SMP Gres=(null) Reason=a b=c [root]\n"
-)
-CONFIG = (
-    "Configuration data as of 2031-02-03T04:05:06\nMinJobAge               = 300 sec\n"
-    "SelectType              = select/cons_tres\nMaxMemPerNode           = UNLIMITED\n\nSlurmctld(primary) is UP\n"
-)
+LIMITS = {"gpu": "MaxNodes=4", "root": "RootOnly=YES", "cpu": "MaxMemPerNode=200000 MaxCPUsPerNode=2"}
 OF_A_GPU = ("gpu", "gpu_model", "gres", "tasks_per_gpu")
 NONE = [[1, "", "Slurm accounting storage is disabled\n"]]
-
-
-def partition(name: str, *, accounts: str = "ALL", qos: str = "ALL", nodes: str = "UNLIMITED", **more: str) -> str:
-    """A line of `scontrol -o show partition`."""
-    root, cpus, memory = more.get("root", "NO"), more.get("cpus", "UNLIMITED"), more.get("memory", "UNLIMITED")
-    return LINE.format(name, accounts, qos, nodes, root, cpus, memory)
-
-
-def limits() -> str:
-    return partition("gpu", nodes="4") + partition("root", root="YES") + partition("cpu", memory="200000", cpus="2")
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that scripts SLURM's commands; the working folder is empty."""
     (tmp_path / "bin").mkdir()
-    for name in ("sinfo", "scontrol", "sacct", "sacctmgr"):
+    for name in ("scontrol", "sacct", "sacctmgr"):
         shutil.copy(Path(__file__).parent / "fake_slurm.py", tmp_path / "bin" / name)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
@@ -69,19 +48,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.chdir(tmp_path)
 
     def answer(
-        sinfo: str = SINFO, rules: str = limits(), config: str = CONFIG, accounts: str = "", default: str = ""
+        table: str = SITE, config: str = CONFIG, accounts: str = "", default: str = "", limits: dict[str, str] = LIMITS
     ) -> None:
-        scontrol = [rules, NODE.format("g1", 92), config]
-        sacctmgr = (
-            [[0, text, ""] for text in (accounts, f"{default}\n", "normal|\nlong|7-00:00:00\nshort|03:00:00\n")]
-            if accounts
-            else NONE
-        )
+        qos = "normal|\nlong|7-00:00:00\nshort|03:00:00\n"
         answers = {
-            "sinfo": [[0, sinfo, ""]],
-            "scontrol": [[0, text, ""] for text in scontrol],
+            "scontrol": [[0, text, ""] for text in scontrol(table, config, **limits).values()],
             "sacct": [[0, "", ""]] if accounts else NONE,
-            "sacctmgr": sacctmgr,
+            "sacctmgr": [[0, text, ""] for text in (accounts, f"{default}\n", qos)] if accounts else NONE,
         }
         (tmp_path / "answers.json").write_text(json.dumps(answers))
 
@@ -112,10 +85,10 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     )
     assert capsys.readouterr().out.splitlines() == [
         "wrote profiles/mine/config.yaml",
-        "  train     partition gpu: longest time limit of those with GPUs; also debug, mig (sinfo)",
+        "  train     partition gpu: longest time limit of those with GPUs; also debug, mig (scontrol)",
         "            nodes 1, on each GPUs h100:8, 8 processes, 92 CPU cores, all memory; 1440 min per job",
-        "  stages    partition cpu: the default, without GPUs (sinfo)",
-        "  plan      device h100: type h100 of the nodes (sinfo)",
+        "  stages    partition cpu: the default, without GPUs (scontrol)",
+        "  plan      device h100: type h100 of the nodes (scontrol)",
         "  account   lab: your default account (sacctmgr)",
         "  status    sacct: it answers, also while the controller does not",
         "next: cellmill profiles install",
@@ -139,8 +112,8 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     }
     assert tree["set-resources"]["plan"] == {"device": "h100"}
     lines = {line.strip().partition(" ")[0]: line for line in text.splitlines() if "#" in line}
-    assert lines["runtime:"].endswith("; a day, below the limit of 2880 min of partition gpu (sinfo)")
-    assert lines["cpus_per_task:"].endswith("# CPU cores per node; all of the smallest node (sinfo, scontrol)")
+    assert lines["runtime:"].endswith("; a day, below the limit of 2880 min of partition gpu (scontrol)")
+    assert lines["cpus_per_task:"].endswith("# CPU cores per node; all of the smallest node (scontrol)")
 
 
 @pytest.mark.parametrize(
@@ -169,11 +142,11 @@ ONE_A100 = {"gpu": 1, "gpu_model": "a100", "tasks_per_gpu": 0}
 
 
 def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 64000, limit: str = "20:00") -> str:
-    return f"n1|{name}*|up|{limit}|idle|16|{memory}|{gres}|{features}\n"
+    return f"n1|IDLE|16|{memory}|{gres}|{features}|{name}*|UP|{limit}"
 
 
 @pytest.mark.parametrize(
-    ("sinfo", "config", "train", "embed", "device"),
+    ("table", "config", "train", "embed", "device"),
     [
         (site("gpu:h100:4"), CONFIG.replace("cons_tres", "cons_res"),
          {"gres": "gpu:h100:4", "nproc_per_node": 4, "gpus_per_node": ""},
@@ -195,9 +168,9 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
     ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
 )  # fmt: skip
 def test_odd_sites(
-    cluster: Callable[..., None], sinfo: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
+    cluster: Callable[..., None], table: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
 ) -> None:
-    cluster(sinfo, "", config)
+    cluster(table, config)
     machine, tree, text = new()
     assert {key: getattr(machine, key) for key in train} == train
     assert {key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU} == embed
@@ -208,8 +181,7 @@ def test_odd_sites(
 
 
 def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Callable[..., None]) -> None:
-    short = SINFO.replace("c1|cpu*|up|infinite|mixed|64|256000", "c1|cpu*|up|3:20:00|mixed|64|20000")
-    cluster(short, "")
+    cluster(SITE.replace("c1|MIXED|64|256000", "c1|MIXED|64|20000").replace("cpu*|UP|UNLIMITED", "cpu*|UP|3:20:00"))
     _, tree, _ = new("--partition", "debug")
     for stage, declared in DECLARED.items():
         gpu = stage in ON_A_GPU
@@ -226,25 +198,25 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
 
 
 def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callable[..., None]) -> None:
-    cluster(site("gpu:h100:4", memory=1), "")
+    cluster(site("gpu:h100:4", memory=1))
     machine, tree, _ = new("--gpus", "1")
     assert machine.mem_mb == tree["default-resources"]["mem_mb"] == tree["set-resources"]["shard"]["mem_mb"] == 0
 
 
 @pytest.mark.parametrize(
-    ("accounts", "default", "rules", "wanted"),
+    ("accounts", "default", "limits", "wanted"),
     [
         ("lab||normal\n", "", "", ("lab", "", "your only account (sacctmgr)")),
         ("a||x\nb||y\n", "", "", ("", "", "one of a, b (sacctmgr); --account chooses it")),
-        ("a||x\nb||gpu,normal\n", "a", partition("p", accounts="b,c", qos="long,normal,gpu"),
+        ("a||x\nb||gpu,normal\n", "a", "AllowAccounts=b,c AllowQos=long,normal,gpu",
          ("b", "normal", "your only account that partition p accepts (sacctmgr)")),
     ],
     ids=["one", "several", "not the default"],
 )  # fmt: skip
 def test_account_and_qos_are_those_that_the_partition_accepts(
-    cluster: Callable[..., None], accounts: str, default: str, rules: str, wanted: tuple[str, str, str]
+    cluster: Callable[..., None], accounts: str, default: str, limits: str, wanted: tuple[str, str, str]
 ) -> None:
-    cluster(site("gpu:h100:4"), rules, accounts=accounts, default=default)
+    cluster(site("gpu:h100:4"), accounts=accounts, default=default, limits={"p": limits})
     machine, tree, text = new()
     assert (machine.slurm_account, machine.qos) == wanted[:2]
     assert tree["default-resources"].get("slurm_account", "") == wanted[0]
@@ -253,19 +225,19 @@ def test_account_and_qos_are_those_that_the_partition_accepts(
 
 
 @pytest.mark.parametrize(
-    ("accounts", "rules", "words", "runtime", "source"),
+    ("accounts", "limits", "words", "runtime", "source"),
     [
         ("lab||short\n", "", [], 180, "limit of QOS short (sacctmgr)"),
-        ("lab||short,normal\n", "", [], 300, "limit of partition p (sinfo)"),
+        ("lab||short,normal\n", "", [], 300, "limit of partition p (scontrol)"),
         ("lab||short,normal\n", "", ["--qos", "short"], 180, "limit of QOS short (sacctmgr)"),
-        ("lab||normal\n", partition("p").replace("QoS=N/A", "QoS=short"), [], 180, "limit of QOS short (sacctmgr)"),
+        ("lab||normal\n", "QoS=short", [], 180, "limit of QOS short (sacctmgr)"),
     ],
     ids=["only one", "unknown", "named", "the partition's"],
 )
 def test_a_time_limit_of_the_qos_is_kept(
-    cluster: Callable[..., None], accounts: str, rules: str, words: list[str], runtime: int, source: str
+    cluster: Callable[..., None], accounts: str, limits: str, words: list[str], runtime: int, source: str
 ) -> None:
-    cluster(site("gpu:h100:4", limit="5:00:00"), rules, accounts=accounts)
+    cluster(site("gpu:h100:4", limit="5:00:00"), accounts=accounts, limits={"p": limits})
     machine, tree, text = new(*words)
     assert machine.runtime == runtime
     assert tree["set-resources"]["evaluate"]["runtime"] in (f"min(240 * attempt, {runtime})", runtime)
@@ -321,18 +293,18 @@ def test_without_slurm_or_its_controller_the_line_says_so(
     cluster: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
-    (tmp_path / "answers.json").write_text(json.dumps({"sinfo": [[1, "", f"{said}\n"]]}))
+    (tmp_path / "answers.json").write_text(json.dumps({"scontrol": [[1, "", f"{said}\n"]]}))
     assert main(["profiles", "new", "mine"]) == 2
-    assert capsys.readouterr().err == f"cellmill profiles: sinfo: {said}; try again when SLURM's controller answers\n"
+    answer = "cellmill profiles: scontrol: "
+    assert capsys.readouterr().err == f"{answer}{said}; try again when SLURM's controller answers\n"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["profiles", "new", "mine"]) == 2
-    remedy = "run this on a login node of the cluster"
-    assert capsys.readouterr().err == f"cellmill profiles: sinfo: not on PATH; {remedy}\n"
+    assert capsys.readouterr().err == f"{answer}not on PATH; run this on a login node of the cluster\n"
 
 
 def test_snakemake_takes_every_line_of_a_new_profile(cluster: Callable[..., None], tmp_path: Path) -> None:
     """With the names that it would evaluate, and limits that it has to evaluate."""
-    cluster(site("gpu:max:2", name="all", limit="5:00:00"), "")
+    cluster(site("gpu:max:2", name="all", limit="5:00:00"))
     new("--nodes", "1-1", "--account", "input")
     shutil.copytree(REPOSITORY / "config", tmp_path / "config")
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "-n"]
@@ -369,7 +341,7 @@ def test_snakemake_finds_a_linked_profile_by_its_name(root: Path, home: Path, tm
     assert sorted(path.name for path in home.iterdir()) == NAMES, "again, which changes nothing"
 
 
-@pytest.mark.parametrize("kind", ["folder", "another link", "dangling link"])
+@pytest.mark.parametrize("kind", ["folder", "dangling link"])
 def test_existing_files_and_other_links_are_left_alone(
     root: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -377,7 +349,7 @@ def test_existing_files_and_other_links_are_left_alone(
     if kind == "folder":
         (home / "slurm").mkdir()
     else:
-        (home / "slurm").symlink_to(tmp_path if kind == "another link" else tmp_path / "nowhere")
+        (home / "slurm").symlink_to(tmp_path / "nowhere")
     assert install(root) == 2
     assert capsys.readouterr().err.startswith(f"cellmill profiles: {home / 'slurm'}: exists and is ")
     assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"

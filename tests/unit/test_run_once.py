@@ -102,14 +102,6 @@ def test_a_signal_cancels_the_job(slurm: Once, number: int) -> None:
     assert (slurm.cancelled, slurm.recorded) == (["7"], "CANCELLED")
 
 
-def test_a_refusal_quotes_slurm_and_a_job_whose_id_was_lost_is_found_by_its_name(slurm: Once) -> None:
-    failed = "sbatch: error: Batch job submission failed"
-    with pytest.raises(StillQueued, match=r"^job 7 was still PENDING"):
-        slurm.run_once(WAITS, wait_s=0.3, sbatch=[[1, "", f"{failed}: Socket timed out on send/recv operation"]])
-    with pytest.raises(UserError, match=r"sbatch refused the job: .*Invalid qos specification"):
-        slurm.run_once(NONE, sbatch=[[1, "", f"{failed}: Invalid qos specification"]])
-
-
 def test_a_job_left_by_a_killed_process_is_cancelled_first(slurm: Once) -> None:
     _, name = Jobs(slurm.train).new()
     (slurm.fake / "name").write_text(name)

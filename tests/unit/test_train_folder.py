@@ -114,20 +114,15 @@ def test_an_invalid_manifest_is_damage(tmp_path: Path, text: str) -> None:
         folder.newest_whole()
 
 
-def test_a_missing_best_checkpoint_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
-    save(folder, 2, 1)
-    with pytest.raises(
-        DataError,
-        match=r"no checkpoint of step 1; .*; the best checkpoint is missing; set consolidate\.checkpoint: last",
-    ):
-        folder.best()
-
-
-def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert TrainFolder(tmp_path).newest_whole() == (None, [])
+    assert folder.newest_whole() == (None, [])
     with pytest.raises(DataError, match="no checkpoint; train the run first"):
-        TrainFolder(tmp_path).best()
+        folder.best()
+    save(folder, 2, 1)
+    missing = r"no checkpoint of step 1; .*; the best checkpoint is missing; set consolidate\.checkpoint: last"
+    with pytest.raises(DataError, match=missing):
+        folder.best()
 
 
 def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: Path) -> None:

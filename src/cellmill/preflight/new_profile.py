@@ -86,11 +86,11 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     if name:
         return best, "--partition"
     if not others:
-        return best, f"the only one {'with GPUs' if best.gpus else 'that is up'} (sinfo)"
+        return best, f"the only one {'with GPUs' if best.gpus else 'that is up'} (scontrol)"
     pairs = zip(best.merits.items(), others[0].merits.values())
     reason = next((merit for (merit, value), next_best in pairs if value != next_best), "the first by name")
     names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
-    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names} (sinfo)"
+    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names} (scontrol)"
 
 
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition, str]:
@@ -101,10 +101,10 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition
     if not mixed:  # the default is where the site wants jobs that request nothing
         default = next((partition for partition in usable if partition.default), None)
         where = f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
-        return default or training, f"{where} (sinfo)"
+        return default or training, f"{where} (scontrol)"
     best = min(without or mixed, key=lambda p: (not p.default, -_limit(p), -len(p.up), p.name))
     reason = "without GPUs" if without else "has nodes without GPUs"
-    return best, f"{'the default, ' if best.default else ''}{reason} (sinfo)"
+    return best, f"{'the default, ' if best.default else ''}{reason} (scontrol)"
 
 
 def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
@@ -274,7 +274,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gpus = ":".join(filter(None, (offer.kind, str(offer.gpus)))) if offer.gpus else ""
     counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
     why_gpus = f"{'slices cannot form one training; ' if offer.sliced else ''}of {' or '.join(map(str, counts))} on a "
-    why_gpus += f"node (sinfo){f'; {select} supports only --gres (scontrol)' if gres_only else ''}"
+    why_gpus += f"node (scontrol){f'; {select} supports only --gres (scontrol)' if gres_only else ''}"
     one_each = "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores"
     chosen: dict[str, tuple[str | int, str]] = {
         "launcher": ("slurm", ""),
@@ -288,7 +288,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "mem_mb": _memory(offer, shares),
         "cpus_per_task": (
             max(1, int(min(node.cpus * share for node, share in zip(offer.nodes, shares)))),
-            f"{'all' if set(shares) == {1} else 'the share of its GPUs'} of the smallest node (sinfo, scontrol)",
+            f"{'all' if set(shares) == {1} else 'the share of its GPUs'} of the smallest node (scontrol)",
         ),
         "save_within_s": (min(SAVE_WITHIN_S, 15 * runtime), ""),
     }
@@ -297,7 +297,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gpus = machine.gpus_per_node or machine.gres
     return Site(
         head=f"# Nodes of partition {machine.slurm_partition}{gpus and f' with GPUs {gpus}'}, written by "
-        f"`cellmill profiles new {name}`\n# from the answers of sinfo, scontrol and sacctmgr, named in brackets. "
+        f"`cellmill profiles new {name}`\n# from the answers of scontrol and sacctmgr, named in brackets. "
         f"`cellmill preflight --profile {name}` checks "
         "it;\n# profiles/README.md explains each key, which is an option of `snakemake`.",
         machine=machine,
@@ -313,7 +313,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
             "stages_qos": why_stages_qos,
             "growth": "; ".join(limits),
             "device": why_device,
-            "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (sinfo)",
+            "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (scontrol)",
         },
     )
 
@@ -335,13 +335,13 @@ def _memory(offer: Offer, shares: list[float]) -> tuple[int, str]:
     """All memory of a node, or the share of the smallest that goes with the GPUs."""
     usable = [node.usable_mb for node in offer.nodes]
     if not all(usable):
-        return 0, "SLURM does not manage memory here (sinfo)"
+        return 0, "SLURM does not manage memory here (scontrol)"
     if any(share != 1 for share in shares):
         least = min(megabytes * share for megabytes, share in zip(usable, shares))
-        return int(least), "per node: the share of its GPUs, of the smallest node (sinfo)"
+        return int(least), "per node: the share of its GPUs, of the smallest node (scontrol)"
     if any(node.usable_mb < node.memory_mb for node in offer.nodes):
         return min(usable), f"limit of partition {offer.partition.name} per node (scontrol)"
-    return 0, f"all of a node's memory, {min(usable)} MB or more (sinfo)"
+    return 0, f"all of a node's memory, {min(usable)} MB or more (scontrol)"
 
 
 def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reasoned:
@@ -389,8 +389,8 @@ def _device(offer: Offer) -> Reasoned:
             sized.pop(known, None)
             if len(sized) == 1 and not offer.sliced:
                 ((known, more),) = sized.items()
-                return known, f"{source} {name}{more} of the nodes (sinfo)"
+                return known, f"{source} {name}{more} of the nodes (scontrol)"
             assumed = "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
-            return known, f"{source} {name} of the nodes (sinfo){slice_}{assumed}"
-    called = f"GPU type {offer.kind} (sinfo)" if offer.kind else "GPUs without a type (sinfo)"
+            return known, f"{source} {name} of the nodes (scontrol){slice_}{assumed}"
+    called = f"GPU type {offer.kind} (scontrol)" if offer.kind else "GPUs without a type (scontrol)"
     return ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}"

@@ -18,8 +18,11 @@ from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.jobs import CommandError, ask, call, seconds
 
-_DOWN = {"down", "drain", "drained", "draining", "fail", "failing", "future", "maint", "unknown", "error", "blocked"}
-_NODE = re.compile(r"([^|]*)\|([^|]*?)(\*?)\|([^|]*)\|([^|]*)\|([^|]*)\|(\d+)\+?\|(\d+)\+?\|([^|]*)\|(.*)")
+_DOWN = {
+    *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "FUTURE", "MAINT", "MAINTENANCE", "UNKNOWN", "ERROR"),
+    *("BLOCKED", "NOT_RESPONDING"),
+}
+"""Words of a node's state with which no job is placed on it. Powered down is not among them: a job starts the node."""
 
 
 class Refused(Exception):
@@ -30,19 +33,12 @@ class Refused(Exception):
 class Node:
     """One node of one partition."""
 
-    name: str
-    state: str
+    up: bool  # jobs may be placed on it, now or once others have ended
     gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without one
     cpus: int  # that a job may request: without cores reserved for the system
     memory_mb: int
     usable_mb: int  # memory that a job may request; 0 if SLURM does not manage memory
     features: frozenset[str]
-
-    @property
-    def up(self) -> bool:
-        """True if jobs may be placed on it, now or once others have ended."""
-        # flags follow the word: * not responding; ~ and # powered down, started for a job
-        return self.state.rstrip("*~#!%$@^+-").lower() not in _DOWN and "*" not in self.state
 
     def gpus_of(self, kind: str) -> int:
         """Number of GPUs of a type; of all types for ""."""
@@ -55,7 +51,7 @@ class Partition:
 
     name: str
     default: bool
-    state: str  # up, or another of sinfo's states
+    state: str  # up, down, drain or inactive
     limit_min: int | None
     nodes: list[Node]
     max_nodes: int | None = None
@@ -102,7 +98,7 @@ class SlurmFacts:
         to a user whose account has one."""
         named = {qos} if qos else self.accounts.get(account, set())
         applying = {partition.own_qos} | (named if len(named) == 1 else set())
-        limits = {f"partition {partition.name} (sinfo)": partition.limit_min}
+        limits = {f"partition {partition.name} (scontrol)": partition.limit_min}
         limits |= {f"QOS {name} (sacctmgr)": self.qos_min.get(name) for name in applying}
         source = min(limits, key=lambda name: limits[name] or sys.maxsize)
         return limits[source], source
@@ -111,17 +107,14 @@ class SlurmFacts:
 def ask_slurm() -> SlurmFacts:
     """SLURM's answers. Raises UserError in one line if a command is missing or the controller does not answer."""
     try:
-        listed = ask(["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%a|%l|%T|%c|%m|%G|%f"])
         rules, nodes = _records("partition", "PartitionName"), _records("node", "NodeName")
         pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
         configuration = {key.strip(): value.strip() for key, equals, value in pairs if equals}
-        partitions = _partitions(listed, rules, nodes, configuration)
+        partitions = _partitions(rules, nodes, configuration)
     except CommandError as error:
         missing = str(error).endswith("not on PATH")
         remedy = "run this on a login node of the cluster" if missing else "try again when SLURM's controller answers"
         raise UserError(f"{error}; {remedy}") from None
-    if not partitions:
-        raise UserError("sinfo lists no partition; expected at least one")
     facts = SlurmFacts(partitions, configuration)
     try:
         ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
@@ -144,41 +137,48 @@ def ask_slurm() -> SlurmFacts:
 
 
 def _partitions(
-    sinfo: str, rules: dict[str, dict[str, str]], nodes: dict[str, dict[str, str]], configuration: dict[str, str]
+    rules: dict[str, dict[str, str]], nodes: dict[str, dict[str, str]], configuration: dict[str, str]
 ) -> dict[str, Partition]:
-    """Partitions by name, with the limits that sinfo does not print. Raises CommandError for a line that is not one."""
-    partitions: dict[str, Partition] = {}
-    for line in sinfo.splitlines():
-        if (match := _NODE.fullmatch(line.strip())) is None:
-            raise CommandError(f"sinfo answered {line.strip()[:80]!r}")
-        host, name, default, state, time_limit, node_state, cpus, memory, gres, features = match.groups()
-        rule, known = rules.get(name, {}), nodes.get(host, {})
-        if name not in partitions:
-            partitions[name] = Partition(
-                name,
-                default == "*",
-                state,
-                minutes(time_limit),
-                [],
-                max_nodes=limit(rule.get("MaxNodes")),
-                accounts=_names(rule.get("AllowAccounts")),
-                qos=_names(rule.get("AllowQos")),
-                groups=_names(rule.get("AllowGroups")),
-                own_qos=",".join(_names(rule.get("QoS")) or ()),
-                reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
-            )
-        unreserved = limit(known.get("CPUEfctv") or known.get("CPUTot"))
-        n_cpus = min(filter(None, (int(cpus), unreserved, limit(rule.get("MaxCPUsPerNode")))), default=0)
-        limits = [
-            [limit(where.get(key)) for key in ("MaxMemPerNode", "MaxMemPerCPU")] for where in (rule, configuration)
-        ]
-        per_node, per_cpu = limits[0] if any(limits[0]) else limits[1]  # the cluster's, where the partition sets none
-        usable_mb = 0  # an unset RealMemory is 1
-        if int(memory) > 1:
-            usable_mb = min(filter(None, (int(memory), per_node, per_cpu and per_cpu * n_cpus)))
-        named = frozenset(features.split(",")) - {"(null)", ""}
-        partitions[name].nodes.append(Node(host, node_state, gpus_in(gres), n_cpus, int(memory), usable_mb, named))
+    """Partitions by name, with their nodes, from scontrol's records of both."""
+    partitions = {
+        name: Partition(
+            name,
+            default=rule.get("Default") == "YES",
+            state=rule.get("State", "up").lower(),
+            limit_min=minutes(rule.get("MaxTime", "UNLIMITED")),
+            nodes=[],
+            max_nodes=limit(rule.get("MaxNodes")),
+            accounts=_names(rule.get("AllowAccounts")),
+            qos=_names(rule.get("AllowQos")),
+            groups=_names(rule.get("AllowGroups")),
+            own_qos=",".join(_names(rule.get("QoS")) or ()),
+            reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
+        )
+        for name, rule in rules.items()
+    }
+    for node in nodes.values():
+        state, memory_mb = node.get("State", ""), limit(node.get("RealMemory")) or 0
+        # SLURM before 21.08 writes IDLE* for IDLE+NOT_RESPONDING
+        is_up = "*" not in state and not _DOWN & set(re.findall("[A-Z_]+", state))
+        features = frozenset(node.get("AvailableFeatures", "").split(",")) - {"(null)", ""}
+        for name in partitions.keys() & node.get("Partitions", "").split(","):
+            rule = rules[name]
+            unreserved = limit(node.get("CPUEfctv") or node.get("CPUTot"))
+            cpus = min(filter(None, (unreserved, limit(rule.get("MaxCPUsPerNode")))), default=0)
+            per_node, per_cpu = _memory_limits(rule)
+            if per_node is None and per_cpu is None:  # the cluster's hold where the partition sets none
+                per_node, per_cpu = _memory_limits(configuration)
+            usable_mb = 0  # an unset RealMemory is 1
+            if memory_mb > 1:
+                usable_mb = min(filter(None, (memory_mb, per_node, per_cpu and per_cpu * cpus)))
+            gpus = gpus_in(node.get("Gres", ""))
+            partitions[name].nodes.append(Node(is_up, gpus, cpus, memory_mb, usable_mb, features))
     return partitions
+
+
+def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
+    """MB of memory that a job may request on a node, and for each of its CPUs."""
+    return limit(fields.get("MaxMemPerNode")), limit(fields.get("MaxMemPerCPU"))
 
 
 def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
@@ -233,5 +233,5 @@ def minutes(text: str) -> int | None:
         return None
     limit_s = seconds(text)
     if limit_s is None:
-        raise CommandError(f"sinfo: expected a time limit, got {text[:40]!r}")
+        raise CommandError(f"SLURM: expected a time limit, got {text[:40]!r}")
     return int(limit_s) // 60

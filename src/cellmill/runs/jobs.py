@@ -108,7 +108,7 @@ def make_folder_id(folder: Path) -> str:
 
 ANSWER_WITHIN_S = 60
 NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
-_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")  # a job they filter out would seem to be gone
+_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")  # a job they filter out would seem to be gone
 
 
 class CommandError(Exception):
