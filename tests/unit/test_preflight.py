@@ -58,8 +58,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated: Path) ->
     return tmp_path
 
 
+Commands = Callable[..., None]
+Preflight = Callable[..., tuple[int, list[str], str]]  # exit code, lines, and the error
+
+
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     """A function that puts SLURM commands, and no other program, on PATH: each prints its text, or fails with it."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -103,13 +107,14 @@ def slurm(**changes: Any) -> dict[str, Any]:
     return machine | {"slurm_partition": "gpu", "gpus_per_node": "a100:4"} | changes
 
 
-Said = tuple[int, list[str], str]
-"""Exit code, lines, and the error."""
+def write_slurm(**changes: Any) -> str:
+    """Write a profile of such a machine; return its folder."""
+    return write_profile(plan={"device": "a100"}, **slurm(**changes))
 
 
 @pytest.fixture
-def preflight(project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def run(profile: str, *more: str) -> Said:
+def preflight(project: Path, capsys: pytest.CaptureFixture[str]) -> Preflight:
+    def run(profile: str, *more: str) -> tuple[int, list[str], str]:
         code = main(["preflight", "--profile", profile, "--config", "config.yaml", *more])
         captured = capsys.readouterr()
         return code, captured.out.splitlines(), captured.err.rstrip("\n")
@@ -157,7 +162,7 @@ def test_an_interrupt_ends_every_process_and_has_its_own_exit_code(project: Path
     wait_for(lambda: not pids_with("cellmill.preflight.node_probe", str(project)))
 
 
-def test_one_preflight_of_a_profile_at_a_time(preflight: Callable[..., Said]) -> None:
+def test_one_preflight_of_a_profile_at_a_time(preflight: Preflight) -> None:
     profile = write_profile(nproc_per_node=1)
     folder = Path("results/preflight/one")
     folder.mkdir(parents=True)
@@ -172,12 +177,9 @@ def test_one_preflight_of_a_profile_at_a_time(preflight: Callable[..., Said]) ->
 
 
 def test_a_cluster_that_meets_every_request_is_go_with_a_figure_for_each(
-    preflight: Callable[..., Said], commands: Callable[..., None]
+    preflight: Preflight, commands: Commands
 ) -> None:
-    profile = write_profile(
-        plan={"device": "a100"},
-        **slurm(mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long"),
-    )
+    profile = write_slurm(mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long")
     code, lines, last = preflight(profile, "--no-job")
     assert lines == [
         "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 4 processes",
@@ -264,14 +266,14 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
     ids=str,
 )  # fmt: skip
 def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
-    preflight: Callable[..., Said],
-    commands: Callable[..., None],
+    preflight: Preflight,
+    commands: Commands,
     changes: dict[str, Any],
     answers: dict[str, Any],
     line: str,
 ) -> None:
     commands(**answers)
-    code, printed, last = preflight(write_profile(plan={"device": "a100"}, **slurm(**changes)), "--no-job")
+    code, printed, last = preflight(write_slurm(**changes), "--no-job")
     assert line in printed, "\n".join(printed)
     refusals = [each for each in printed if each.startswith("no ")]
     assert refusals == [line] * line.startswith("no ")
@@ -279,19 +281,17 @@ def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
 
 
 def test_missing_commands_are_named_and_the_configuration_is_still_checked(
-    preflight: Callable[..., Said], project: Path, commands: Callable[..., None]
+    preflight: Preflight, project: Path, commands: Commands
 ) -> None:
     for name in ("sbatch", "scancel"):
         (project / "bin" / name).unlink()
-    code, lines, last = preflight(
-        write_profile(plan={"device": "a100"}, **slurm(nproc_per_node=5, gpus_per_node="a100:5"))
-    )
+    code, lines, last = preflight(write_slurm(nodes="'2-3'", nproc_per_node=3, gpus_per_node=""))
     misfit = (
-        "stream.lanes 48 is not a multiple of 10 processes; set 8 in the profile, or stream.lanes 10 with "
-        "train.global_batch 50; set-resources: train: nodes, nproc_per_node"
+        "stream.lanes 48 is not a multiple of 6 and of 9, the numbers of data-parallel processes on 2 to 3 nodes; set "
+        "stream.lanes 18 with train.global_batch 54; set-resources: train: nodes, nproc_per_node"
     )
     assert lines == [
-        "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 5 processes",
+        "ok  profile: profiles/one/config.yaml: launcher slurm, 2-3 x 3 processes",
         "no  commands: sbatch, scancel are not on PATH; run this on a login node of the cluster, or set-resources: "
         "train: launcher: local or allocation",
         f"no  run tiny: {misfit}",
@@ -303,53 +303,53 @@ def test_missing_commands_are_named_and_the_configuration_is_still_checked(
     assert json.loads(Path("results/preflight/one.json").read_text())["go"] is False
 
 
-def test_every_number_of_nodes_of_a_range_must_fit(
-    preflight: Callable[..., Said], commands: Callable[..., None]
-) -> None:
-    machine = slurm(nodes="'2-3'", gpus_per_node="", nproc_per_node=3)
-    code, lines, _ = preflight(write_profile(plan={"device": "a100"}, **machine), "--no-job")
-    assert "ok  nodes: 3 of the 5 nodes of gpu are up, requested: 2-3" in lines
-    (refused,) = [line for line in lines if line.startswith("no  run tiny: ")]
-    assert refused == (
-        "no  run tiny: stream.lanes 48 is not a multiple of 6 and of 9, the numbers of data-parallel processes on 2 to "
-        "3 nodes; set stream.lanes 18 with train.global_batch 54; set-resources: train: nodes, nproc_per_node"
-    )
-    assert code == 2
+OUTSIDE = "not inside a SLURM job; use salloc or sbatch, or set-resources: train: launcher: slurm"
+LARGER = "set-resources: train: nodes: 2, or a larger job"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "line"),
+    [
+        (None, f"no  launcher: allocation: {OUTSIDE}"),
+        ("2", f"no  launcher: allocation: job 5 has 2 nodes, requested: 4; {LARGER}"),
+        ("4", "ok  launcher: allocation: job 5 has 4 nodes, requested: 4"),
+    ],
+)
 def test_an_allocation_must_exist_and_be_large_enough(
-    preflight: Callable[..., Said], commands: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    preflight: Preflight, commands: Commands, monkeypatch: pytest.MonkeyPatch, nodes: str | None, line: str
 ) -> None:
-    profile = write_profile(launcher="allocation", nodes=4, nproc_per_node=2)
-    wanted = {
-        None: "no  launcher: allocation: not inside a SLURM job; use salloc or sbatch, or set-resources: "
-        "train: launcher: slurm",
-        "2": "no  launcher: allocation: job 5 has 2 nodes, requested: 4; set-resources: train: nodes: 2, or a larger "
-        "job",
-        "4": "ok  launcher: allocation: job 5 has 4 nodes, requested: 4",
-    }
-    for nodes, line in wanted.items():
-        if nodes is not None:
-            monkeypatch.setenv("SLURM_JOB_ID", "5")
-            monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
-        code, lines, _ = preflight(profile, "--no-job")
-        assert line in lines
-        assert code == (0 if line.startswith("ok") else 2)
+    if nodes is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", "5")
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    code, lines, _ = preflight(write_profile(launcher="allocation", nodes=4, nproc_per_node=2), "--no-job")
+    assert line in lines
+    assert code == (0 if line.startswith("ok") else 2)
 
 
-def test_an_invalid_machine_in_the_profile_is_the_only_reason(preflight: Callable[..., Said]) -> None:
-    code, lines, last = preflight(write_profile(partition="gpu"))
-    assert lines == [
-        "no  profile: profiles/one/config.yaml: set-resources: train: unknown key 'partition'; did you mean "
-        "'slurm_partition'?"
-    ]
-    assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
-    code, lines, last = preflight(write_profile(plan={"device": "a1000"}))
-    assert lines[0].startswith("no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, ")
+@pytest.mark.parametrize(
+    ("profile", "words", "lines", "error"),
+    [
+        ({}, ["none"], [], "no profile 'none': none of profiles/none, "),
+        ({}, ["one", "--wait-min", "nan"], [], "--wait-min: expected a number of minutes above 0, got nan"),
+        ({"partition": "gpu"}, ["one"],
+         ["no  profile: profiles/one/config.yaml: set-resources: train: unknown key 'partition'; did you mean "
+          "'slurm_partition'?"], "no go: 1 reason"),
+        ({"plan": {"device": "a1000"}}, ["one"],
+         ["no  profile: unknown device 'a1000'; set the profile's device to one of: cpu, "], "no go: 1 reason"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_or_machine_is_the_only_reason(
+    preflight: Preflight, profile: dict[str, Any], words: list[str], lines: list[str], error: str
+) -> None:
+    write_profile(**profile)
+    code, printed, last = preflight(*words)
+    assert code == 2
+    for found, start in zip([*printed, last], [*lines, f"cellmill preflight: {error}"], strict=True):
+        assert found.startswith(start)
 
 
 def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported(
-    preflight: Callable[..., Said], project: Path
+    preflight: Preflight, project: Path
 ) -> None:
     Path(write_profile(), "config.yaml").write_text(
         "default-resources: {slurm_partition: cpu}\nset-resources: {plan: {nodes: 2}, train: {nproc_per_node: 2}}\n"
@@ -370,21 +370,7 @@ def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported
     assert lines[1] == f"?   profile's name: snakemake --profile one reads {other}; give profiles/one"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none"], "no profile 'none': none of profiles/none, "),
-        (["one", "--wait-min", "nan"], "--wait-min: expected a number of minutes above 0, got nan"),
-    ],
-)
-def test_a_wrong_argument_is_one_line(preflight: Callable[..., Said], words: list[str], message: str) -> None:
-    write_profile()
-    code, lines, error = preflight(*words)
-    assert (code, lines) == (2, [])
-    assert error.startswith(f"cellmill preflight: {message}")
-
-
-def test_a_configuration_that_is_wrong_is_a_reason(preflight: Callable[..., Said], project: Path) -> None:
+def test_a_configuration_that_is_wrong_is_a_reason(preflight: Preflight, project: Path) -> None:
     (project / "config.yaml").write_text(CONFIG.replace("lanes", "lane"))
     code, lines, _ = preflight(write_profile(), "--no-job")
     assert "no  configuration: config.yaml: stream: unknown key 'lane'; did you mean 'lanes'?" in lines
@@ -392,7 +378,7 @@ def test_a_configuration_that_is_wrong_is_a_reason(preflight: Callable[..., Said
 
 
 def test_genes_are_counted_without_reading_a_count(
-    preflight: Callable[..., Said], project: Path, make_h5ad: Callable[..., Path], counts: Any
+    preflight: Preflight, project: Path, make_h5ad: Callable[..., Path], counts: Any
 ) -> None:
     mouse = make_h5ad(counts, "mouse.h5ad", genes=["Actb", "Gapdh", *(f"nothing{j}" for j in range(35))])
     odd = make_h5ad(counts, "odd.h5ad", genes=["ACTB", "GAPDH", "CD4", *(f"nothing{j}" for j in range(34))])
@@ -590,9 +576,7 @@ def test_a_job_that_failed_says_how_far_it_came(
     assert str(judge_end(End(**ended | end), hosts, whole)) == line.replace("FOLDER", str(tmp_path))
 
 
-def test_each_machine_that_a_run_names_is_checked(
-    preflight: Callable[..., Said], commands: Callable[..., None]
-) -> None:
+def test_each_machine_that_a_run_names_is_checked(preflight: Preflight, commands: Commands) -> None:
     named = {"slurm_partition": "short", "gpus_per_node": "", "nodes": 1, "nproc_per_node": 1, "runtime": 60}
     Path("profiles/one").mkdir(parents=True)
     entries = {"train": slurm(), "plan": {"device": "a100"}, "train.small": named, "plan.small": {"device": "cpu"}}
@@ -634,9 +618,9 @@ set-resources:
 
 
 def test_each_stage_is_checked_against_its_partition(
-    preflight: Callable[..., Said],
+    preflight: Preflight,
     project: Path,
-    commands: Callable[..., None],
+    commands: Commands,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("profiles/one").mkdir(parents=True)

@@ -35,8 +35,12 @@ OF_A_GPU = ("gpu", "gpu_model", "gres", "tasks_per_gpu")
 NONE = [[1, "", "Slurm accounting storage is disabled\n"]]
 
 
+Cluster = Callable[..., None]
+Capsys = pytest.CaptureFixture[str]
+
+
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A function that scripts SLURM's commands; the working folder is empty."""
     (tmp_path / "bin").mkdir()
     for name in ("scontrol", "sacct", "sacctmgr"):
@@ -68,9 +72,7 @@ def new(*words: str) -> tuple[Machine, dict[str, Any], str]:
     return read_profile("mine").machine(), yaml.safe_load(text), text
 
 
-def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
-    cluster: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(cluster: Cluster, capsys: Capsys) -> None:
     cluster(accounts="lab||normal,long\nlab2||short\n", default="lab")
     machine, tree, text = new()
     assert machine == Machine(
@@ -130,7 +132,7 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
     ],
     ids=str,
 )  # fmt: skip
-def test_options_choose(cluster: Callable[..., None], words: list[str], wanted: dict[str, Any]) -> None:
+def test_options_choose(cluster: Cluster, words: list[str], wanted: dict[str, Any]) -> None:
     cluster()
     machine, tree, _ = new(*words)
     assert {key: getattr(machine, key) for key in wanted} == wanted
@@ -168,7 +170,7 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
     ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
 )  # fmt: skip
 def test_odd_sites(
-    cluster: Callable[..., None], table: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
+    cluster: Cluster, table: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
 ) -> None:
     cluster(table, config)
     machine, tree, text = new()
@@ -180,7 +182,7 @@ def test_odd_sites(
     assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == ("?" in device)
 
 
-def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Callable[..., None]) -> None:
+def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Cluster) -> None:
     cluster(SITE.replace("c1|MIXED|64|256000", "c1|MIXED|64|20000").replace("cpu*|UP|UNLIMITED", "cpu*|UP|3:20:00"))
     _, tree, _ = new("--partition", "debug")
     for stage, declared in DECLARED.items():
@@ -197,7 +199,7 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Call
     assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 12) * attempt, 20000)"
 
 
-def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callable[..., None]) -> None:
+def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Cluster) -> None:
     cluster(site("gpu:h100:4", memory=1))
     machine, tree, _ = new("--gpus", "1")
     assert machine.mem_mb == tree["default-resources"]["mem_mb"] == tree["set-resources"]["shard"]["mem_mb"] == 0
@@ -214,7 +216,7 @@ def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Callabl
     ids=["one", "several", "not the default"],
 )  # fmt: skip
 def test_account_and_qos_are_those_that_the_partition_accepts(
-    cluster: Callable[..., None], accounts: str, default: str, limits: str, wanted: tuple[str, str, str]
+    cluster: Cluster, accounts: str, default: str, limits: str, wanted: tuple[str, str, str]
 ) -> None:
     cluster(site("gpu:h100:4"), accounts=accounts, default=default, limits={"p": limits})
     machine, tree, text = new()
@@ -235,7 +237,7 @@ def test_account_and_qos_are_those_that_the_partition_accepts(
     ids=["only one", "unknown", "named", "the partition's"],
 )
 def test_a_time_limit_of_the_qos_is_kept(
-    cluster: Callable[..., None], accounts: str, limits: str, words: list[str], runtime: int, source: str
+    cluster: Cluster, accounts: str, limits: str, words: list[str], runtime: int, source: str
 ) -> None:
     cluster(site("gpu:h100:4", limit="5:00:00"), accounts=accounts, limits={"p": limits})
     machine, tree, text = new(*words)
@@ -244,7 +246,7 @@ def test_a_time_limit_of_the_qos_is_kept(
     assert source in text
 
 
-def test_squeue_that_forgets_jobs_too_soon_is_named(cluster: Callable[..., None]) -> None:
+def test_squeue_that_forgets_jobs_too_soon_is_named(cluster: Cluster) -> None:
     cluster(config=CONFIG.replace("300 sec", "60 sec"))
     _, tree, text = new()
     assert tree["slurm-status-command"] == "squeue"
@@ -279,7 +281,7 @@ CONTENTS = "gpu: 2 nodes with 8 x h100, 1 node with 4 x a100, at most 4 in a job
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_refusal_is_one_line_and_writes_nothing(
-    cluster: Callable[..., None], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    cluster: Cluster, capsys: Capsys, words: list[str], message: str
 ) -> None:
     cluster()
     Path("profiles/taken").mkdir(parents=True)
@@ -290,7 +292,7 @@ def test_a_refusal_is_one_line_and_writes_nothing(
 
 
 def test_without_slurm_or_its_controller_the_line_says_so(
-    cluster: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     said = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
     (tmp_path / "answers.json").write_text(json.dumps({"scontrol": [[1, "", f"{said}\n"]]}))
@@ -302,7 +304,7 @@ def test_without_slurm_or_its_controller_the_line_says_so(
     assert capsys.readouterr().err == f"{answer}not on PATH; run this on a login node of the cluster\n"
 
 
-def test_snakemake_takes_every_line_of_a_new_profile(cluster: Callable[..., None], tmp_path: Path) -> None:
+def test_snakemake_takes_every_line_of_a_new_profile(cluster: Cluster, tmp_path: Path) -> None:
     """With the names that it would evaluate, and limits that it has to evaluate."""
     cluster(site("gpu:max:2", name="all", limit="5:00:00"))
     new("--nodes", "1-1", "--account", "input")
@@ -343,7 +345,7 @@ def test_snakemake_finds_a_linked_profile_by_its_name(root: Path, home: Path, tm
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
 def test_existing_files_and_other_links_are_left_alone(
-    root: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    root: Path, home: Path, tmp_path: Path, capsys: Capsys, kind: str
 ) -> None:
     home.mkdir(parents=True)
     if kind == "folder":
@@ -363,7 +365,7 @@ def test_the_checkouts_own_folder_is_not_linked_into_itself(root: Path, home: Pa
 
 
 def test_the_undo_command_works_with_a_space_in_the_path(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "my settings"))
     assert install(root) == 0
@@ -374,7 +376,7 @@ def test_the_undo_command_works_with_a_space_in_the_path(
 
 
 def test_a_profile_called_default_and_a_folder_without_profiles_are_refused_with_the_remedy(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     remedy = "run this at the root of a checkout, or set --from FOLDER"

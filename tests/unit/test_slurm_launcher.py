@@ -26,6 +26,8 @@ from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import FolderWatch, claim
 
 Answer = list[Any]
+Capsys = pytest.CaptureFixture[str]
+MonkeyPatch = pytest.MonkeyPatch
 NONE: Answer = [0, "", ""]
 
 
@@ -40,9 +42,7 @@ def listed(state: str, reason: str = "None", job: int = 7) -> Answer:
 class Scripted:
     """A launcher, a scripted SLURM, and scripted states of a run."""
 
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **machine: Any
-    ) -> None:
+    def __init__(self, folder: Path, monkeypatch: MonkeyPatch, capsys: Capsys, **machine: Any) -> None:
         self.fake, self.train, self.capsys = folder / "fake", folder / "runs" / "a" / "train", capsys
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
@@ -96,7 +96,7 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Scripted]:
+def scripted(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys) -> Iterator[Scripted]:
     scripted = Scripted(tmp_path, monkeypatch, capsys)
     yield scripted
     early = scripted.fake / "too_early"
@@ -314,7 +314,7 @@ def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_ca
 
 @pytest.mark.parametrize("all_results", [False, True])
 def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, all_results: bool
+    scripted: Scripted, monkeypatch: MonkeyPatch, all_results: bool
 ) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0.3)
     monkeypatch.setattr("cellmill.launch.follow.TICK_S", 0.05)
@@ -330,7 +330,7 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     assert len(scripted.calls("sbatch")) == 1
 
 
-def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0)
     train = tmp_path / "mounted" / "results" / "runs" / "a" / "train"
     train.mkdir(parents=True)
@@ -357,7 +357,7 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeyp
     ],
 )
 def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
-    done: Scripted, monkeypatch: pytest.MonkeyPatch, nonsense: Answer, shown: str
+    done: Scripted, monkeypatch: MonkeyPatch, nonsense: Answer, shown: str
 ) -> None:
     monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
     early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
@@ -389,7 +389,7 @@ def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> 
 
 @pytest.mark.parametrize(("alive", "gone_s"), [(True, 0), (False, 60)], ids=["it renews its claim", "requeued"])
 def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it(
-    done: Scripted, monkeypatch: pytest.MonkeyPatch, alive: bool, gone_s: float
+    done: Scripted, monkeypatch: MonkeyPatch, alive: bool, gone_s: float
 ) -> None:
     own = claim(done.train, "7")
     if not alive:
@@ -401,7 +401,7 @@ def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it
 
 
 def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
 ) -> None:
     machine = {
         "nodes": "2-4", "nproc_per_node": 8, "gpus_per_node": "h100:8", "runtime": 90, "mem_mb": 0,
@@ -479,9 +479,7 @@ def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(d
     assert json.loads((done.first / "attempt-000.json").read_text())["exit_code"] == 0
 
 
-def test_a_launcher_that_can_submit_nothing_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_that_can_submit_nothing_says_why(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys) -> None:
     scripted = Scripted(tmp_path / "100%jobs", monkeypatch, capsys)
     assert scripted.refused().endswith(r"SLURM interprets % and \ in the path of a log; use a folder without them")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -491,7 +489,7 @@ def test_a_launcher_that_can_submit_nothing_says_why(
 
 @pytest.mark.parametrize("answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]])
 def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, answer: Answer
+    scripted: Scripted, monkeypatch: MonkeyPatch, answer: Answer
 ) -> None:
     (temporary := scripted.fake / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -517,7 +515,7 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
 
-def test_lines_that_say_nothing_stay_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_say_nothing_stay_in_the_log(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "log").write_text(
         "submitit INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)\nstep 1/10\n"
         "submitit WARNING (…) - Bypassing signal SIGCONT\nsrun: error: node2: task 1: Out Of Memory\n"
@@ -553,9 +551,7 @@ def noting(file: Path) -> str:
     return f"open({str(file)!r}, 'a').write(str(dict(os.environ)))"
 
 
-def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_of_slurm_commands_in_the_environment_hide_no_job(scripted: Scripted, monkeypatch: MonkeyPatch) -> None:
     for name in ("SQUEUE_PARTITION", "SQUEUE_NAMES", "SCANCEL_STATE", "SACCT_FORMAT"):
         monkeypatch.setenv(name, "other")
     monkeypatch.setenv("LOGNAME", "somebody")
@@ -581,7 +577,7 @@ def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() ->
 
 
 def test_wishes_in_the_environment_reach_sbatch_unless_the_profile_or_cellmill_sets_them(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+    scripted: Scripted, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for name in ("SBATCH_EXCLUSIVE", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX"):
