@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,18 @@ def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
     path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
     path.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def cellmill(rig: Rig, *words: str, cwd: Path | None = None, code: int | None = None) -> str:
+    """What a command of cellmill prints; it must end with the exit code, if given."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cellmill.cli", *words],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert code in (None, done.returncode), done.stdout
+    return done.stdout

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.launched import Launched, on_slurm, run_options
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options
 from tests.cluster.rig import Rig
 from tests.distributed.command import pids_with, wait_for
 
@@ -186,11 +185,7 @@ def interrupt(run: FaultyRun) -> None:
 
 
 def cancel(run: FaultyRun) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "cellmill.cli", "cancel", run.name, "--results", str(run.results)],
-        env=os.environ | run.rig.environment,
-        capture_output=True,
-    )
+    cellmill(run.rig, "cancel", run.name, "--results", str(run.results))
 
 
 def cancel_as_somebody_else(run: FaultyRun) -> None:

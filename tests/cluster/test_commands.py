@@ -11,24 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, run_options
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options
 from tests.cluster.rig import Rig
 from tests.distributed.command import wait_for
 
 
-def cellmill(rig: Rig, stage: str, results: Path) -> subprocess.Popen[str]:
-    """The command for the run called one."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "cellmill.cli", stage, "one", "--results", str(results)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | rig.environment,
-    )
-
-
 def printed(rig: Rig, stage: str, results: Path) -> str:
-    return cellmill(rig, stage, results).communicate(timeout=500)[0]
+    return cellmill(rig, stage, "one", "--results", str(results))
 
 
 @pytest.mark.full
@@ -38,7 +27,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
     first.wait_for_step(6)
     (job_id,) = first.job_ids()
-    attached = cellmill(rig, "attach", results)
+    command = [sys.executable, "-m", "cellmill.cli", "attach", "one", "--results", str(results)]
+    attached = subprocess.Popen(command, stdout=-1, stderr=-2, text=True, env=os.environ | rig.environment)
     table = printed(rig, "status", results)
     assert re.search(
         rf"^one  running  +\d+/5000 +[\d.]+  {job_id} +RUNNING +\S+ (h|min|s) +\d+ +\d+ s ago$", table, re.M

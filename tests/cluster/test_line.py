@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster.launched import cellmill
 from tests.cluster.rig import Rig
 from tests.distributed.command import wait_for
 from tests.workflow.conftest import REPOSITORY, Project, make_project
@@ -149,14 +150,7 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
     profile = yaml.safe_load(file.read_text())
     profile["set-resources"]["preprocess"]["runtime"] = 90
     file.write_text(yaml.safe_dump(profile))
-    environment = os.environ | rig.environment | {"OMP_NUM_THREADS": "1"}
-
-    def cellmill(*words: str) -> list[str]:
-        command = [sys.executable, "-m", "cellmill.cli", *words]
-        done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=300)
-        return done.stdout.splitlines()
-
-    lines = cellmill("preflight", "--profile", "long", "--no-job")
+    lines = cellmill(rig, "preflight", "--profile", "long", "--no-job", cwd=project.folder).splitlines()
     too_long = "partition cpu (scontrol) allows 60 min, requested: 90; set-resources: preprocess: runtime: 60"
     assert f"no  stage preprocess, time limit: {too_long}" in lines, lines
     assert "ok  stage shard: fits cpu, 10 min, 1500 MB, 4 CPUs" in lines, lines
@@ -165,7 +159,7 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
         process = subprocess.Popen(
             project.command(profile=str(project.folder / "profiles" / "long")),
             cwd=project.folder,
-            env=environment,
+            env=os.environ | rig.environment | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -178,7 +172,7 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
         (line,) = [line for line in printed.read_text().splitlines() if reason in line]
         (job,) = [each.split()[0] for each in rig.squeue()]
         assert line == f"cellmill: stage preprocess: job {job}: {reason}"
-        assert cellmill("status")[-1] == f"stage preprocess: job {job}: {reason}"
+        assert cellmill(rig, "status", cwd=project.folder).splitlines()[-1] == f"stage preprocess: job {job}: {reason}"
     finally:
         os.killpg(process.pid, signal.SIGINT)
         try:

@@ -202,11 +202,13 @@ def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["attach", "cancel"])
 def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, stage: str) -> None:
-    record = job(run_of(results, "one"), ended_at=time.time(), state="COMPLETED")
-    squeue(results, f"41|COMPLETED|None||{record.name}")
-    line = "one: no job is queued or running, and no training runs on this machine\n"
+    record = job(run_of(results, "one"), ended_at=time.time(), state="FAILED")
+    (record.path / "error.txt").write_text("rank 1 on node2: no")
+    squeue(results, f"41|FAILED|None||{record.name}")
+    line = "one: no job is queued or running, and no training runs on this machine"
     # nothing left to cancel is success; nothing to attach to is an error
-    expected = (0, line, "") if stage == "cancel" else (2, "", f"cellmill attach: {line}")
+    how = "its state is failed, saved at step 0: rank 1 on node2: no"
+    expected = (0, f"{line}\n", "") if stage == "cancel" else (2, "", f"cellmill attach: {line}; {how}\n")
     assert cli(stage, "one") == expected
     (results.parent / "bin" / "squeue").unlink()
     assert cli(stage, "one") == expected

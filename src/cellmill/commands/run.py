@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cellmill.commands.status import living_jobs, train_folder, train_log, until_interrupted
+from cellmill.commands.status import job_of, living_jobs, state_of, train_folder, train_log, until_interrupted
 from cellmill.config.load import stored_options
 from cellmill.config.parts.trackers import TrackerConfig
 from cellmill.config.plugin import by_name, in_one_line
@@ -46,7 +46,12 @@ def attach(*, run: str, results: Path) -> None:
             raise UserError(f"{who} has the name {job.name}, but its folder is missing: there is no log")
         log = folder / f"{job.job_id}_0_log.out"
     else:
-        raise UserError(f"{run}: no job is queued or running, and no training runs on this machine")
+        state, newest = state_of(train, job_of(train, None, False)[1], holder), Jobs(train).newest()
+        why = f": {newest.error}" if state == "failed" and newest is not None and newest.error else ""
+        raise UserError(
+            f"{run}: no job is queued or running, and no training runs on this machine; its state is {state}, saved at "
+            f"step {TrainFolder(train).saved_step()}{why}"
+        )
     try:
         say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
         tail = Tail(log)

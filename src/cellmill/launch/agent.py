@@ -131,9 +131,11 @@ def interface_between_nodes(first: str) -> str | None:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             address = probe.getsockname()[0]
-            if not ipaddress.ip_address(address).is_loopback:
-                found = psutil.net_if_addrs().items()
-                return next((name for name, each in found if address in (entry.address for entry in each)), None)
+            if ipaddress.ip_address(address).is_loopback:
+                continue
+            for name, entries in psutil.net_if_addrs().items():
+                if address in [entry.address for entry in entries]:
+                    return name
     return None
 
 

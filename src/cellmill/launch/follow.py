@@ -188,8 +188,10 @@ def lost_start(train: Path) -> str:
 
 def how_to_end(train: Path, job: str) -> str:
     """A line about a start of job `job` that SLURM may have lost: where it trains, and what ends it."""
-    records = [each for each in Jobs(train).all() if each.job_id == job]
-    hosts = [host for each in records for start in each.attempts()[-1:] for host in start["hosts"]]
+    hosts = list[str]()
+    for record in Jobs(train).all():
+        if record.job_id == job and (attempts := record.attempts()):
+            hosts += attempts[-1]["hosts"]
     return (
         f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; to let it save and end, "
         f"run there: `pkill -f {shlex.quote(str(train.resolve()))}`"

@@ -247,7 +247,10 @@ async def _copy(reader: Reader, writer: Writer) -> None:
 def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
     """User of the process at the end `local` of a TCP connection of this machine; None if there is none (any more).
     Addresses count as well as ports: the same port of another address of the loopback may be anybody's."""
-    return next((user for *ends, user in _connections() if ends == [tuple(local), tuple(remote)]), None)
+    for *ends, user in _connections():
+        if ends == [tuple(local), tuple(remote)]:
+            return user
+    return None
 
 
 def _connections() -> list[tuple[Endpoint, Endpoint, int]]:

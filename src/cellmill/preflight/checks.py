@@ -220,12 +220,14 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
         except ConfigError as error:
             yield no(what, str(error))
             continue
-        last = _problem(machines[-1], facts)
-        if last is None:  # a request grows with the attempt: if the last one fits, all do
+        attempt, problem = attempts[-1], _problem(machines[-1], facts)
+        if problem is None:  # a request grows with the attempt: if the last one fits, all do
             yield ok(what, f"fits {request_text(machines[0])}")
             continue
-        earlier = ((attempt, _problem(machine, facts)) for attempt, machine in zip(attempts, machines[:-1]))
-        attempt, problem = next(((attempt, found) for attempt, found in earlier if found), (attempts[-1], last))
+        for earlier, machine in zip(attempts, machines[:-1]):
+            if found := _problem(machine, facts):
+                attempt, problem = earlier, found
+                break
         keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace("gpus_per_node", "gpu")
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)
@@ -246,10 +248,10 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
     threads = THREADS_ON_A_GPU if stage in ON_A_GPU else 1
     known = {"attempt": attempt, "threads": threads if given is None else given.value}
-    own = [entry.partition(":")[2] for entry in entries_of(options, "set-resources", path, stage)]
     resources = _evaluated(entries_of(options, "default-resources", path), known)
     resources |= {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
-    resources |= _evaluated(own, known)
+    own = entries_of(options, "set-resources", path, stage)
+    resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in own], known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
     if number := resources.get("gpu"):
         machine["gpus_per_node"] = ":".join(filter(None, (str(resources.get("gpu_model") or ""), str(number))))

@@ -48,7 +48,8 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
             tasks, reason = end.lost
             problem, silent = f"could not start: {reason}", [tasks]  # the name of a node, or
             if re.fullmatch(r"[\d,-]+", tasks):  # numbers: one task on each node, in the nodes' order
-                silent = [dict(enumerate(expand(end.nodes))).get(int(n), f"task {n}") for n in expand(f"[{tasks}]")]
+                nodes = dict(enumerate(expand(end.nodes)))
+                silent = [nodes.get(int(number), f"task {number}") for number in expand(f"[{tasks}]")]
         names = ",".join(silent)
         remedy = f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
         return no("shared folder", f"{names} {problem}{log}", remedy)
@@ -164,9 +165,8 @@ def judge_allreduce(interface: str, nodes: list[dict[str, Any]], measured: dict[
     """Verdict on the bus bandwidth inside nodes and between them, and the network that carried it."""
     backend, between = measured["backend"], measured["between"]
     how = f"{measured['bytes'] >> 20} MB by {backend}"
-    inside = [
-        (entry["bus_gb_per_s"], entry["host"]) for entry in measured["inside"] if entry["bus_gb_per_s"] is not None
-    ]
+    speeds = [(entry["bus_gb_per_s"], entry["host"]) for entry in measured["inside"]]
+    inside = [(speed, host) for speed, host in speeds if speed is not None]
     if not inside and between is None:
         yield ok("all-reduce", f"nothing to measure with one process; {backend} works")
     if inside:
