@@ -133,7 +133,7 @@ def need_killable_nodes(rig: Rig) -> None:
 
 def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
     """A shell script in place of a SLURM command (`$REAL`), first on the returned PATH."""
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
     path.chmod(0o755)

@@ -12,7 +12,6 @@ Two runs at a time, on the partitions gpu-a100 and gpu-h100, with `EACH` faults 
 import argparse
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.launched import Launched, cellmill, on_slurm, run_options
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
 from tests.distributed.command import pids_with, wait_for
 
@@ -61,10 +60,8 @@ class FaultyRun:
         self.kind, self.nodes = PARTITIONS[self.partition]
         self.name, self.results = self.folder.name, self.folder / "results"
         self.train, self.bin = self.results / "runs" / self.name / "train", self.folder / "bin"
-        self.bin.mkdir(parents=True)
         for name, script in (("squeue", EMPTY), ("sbatch", LOST)):
-            (self.bin / name).write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}")
-            (self.bin / name).chmod(0o755)
+            self.path = wrapper(self.bin, name, script)
         self.launched: Launched | None = None
         self._ended = threading.Event()
 
@@ -109,8 +106,7 @@ class FaultyRun:
             cpus_per_task=2,
             runtime=30,
         )
-        path = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
-        environment = self.rig.environment | path
+        environment = self.rig.environment | self.path
         self.launched = Launched.start(self.corpus, self.train, run_options(STEPS), environment, **machine)
 
     def _launcher(self) -> Launched:

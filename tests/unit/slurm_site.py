@@ -1,4 +1,6 @@
-"""A SLURM site as scontrol shows it, from a short table."""
+"""Commands of SLURM for machines without it, and a site as scontrol shows it, from a short table."""
+
+from pathlib import Path
 
 CONFIG = (
     "Configuration data as of 2031-02-03T04:05:06\nMinJobAge               = 300 sec\n"
@@ -16,7 +18,7 @@ NODE = (
 
 
 def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
-    """What `scontrol show` answers, by `partition`, `node` and `config`.
+    """What `scontrol show` answers, by what it is to show.
 
     A line of the table is a node in a partition: node, its state, cores (or those that jobs may use / all of them), MB,
     GRES, features; partition (with * the default), its state, its time limit. `fields` replace some of a partition's.
@@ -30,4 +32,16 @@ def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
         cpus = f"CPUEfctv={usable} CPUTot={total}" if total else f"CPUTot={cores}"
         nodes.setdefault(node, [cpus, features, gres, memory, state, []])[-1].append(name)
     lines = [NODE.format(name, *values, ",".join(of)) for name, (*values, of) in nodes.items()]
-    return {"partition": "".join(partitions.values()), "node": "".join(lines), "config": config}
+    return {"show partition": "".join(partitions.values()), "show node": "".join(lines), "show config": config}
+
+
+def command(path: Path, answers: str | dict[str, str], code: int = 0, to_stderr: bool = False) -> None:
+    """A command that prints its answer, or the first one whose key is in its arguments, and ends with `code`."""
+    to = ">&2" if code or to_stderr else ""
+    cases = [
+        f"*{key!r}*) /bin/cat {to} <<'END'\n{text.strip()}\nEND\n;;\n" if text else f"*{key!r}*) ;;\n"
+        for key, text in ({"": answers} if isinstance(answers, str) else answers).items()
+    ]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'#!/bin/sh\ncase "$*" in\n{"".join(cases)}esac\nexit {code}\n')
+    path.chmod(0o755)

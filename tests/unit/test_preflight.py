@@ -24,7 +24,7 @@ from cellmill.preflight.node_probe import bus_gb_per_s, busiest
 from cellmill.preflight.nodes import judge_allreduce, judge_end, judge_nodes
 from cellmill.runs.lock import locked
 from tests.distributed.command import pids_with, wait_for
-from tests.unit.slurm_site import scontrol
+from tests.unit.slurm_site import command, scontrol
 
 CONFIG = """
 corpora: {sim: {table: datasets.tsv}}
@@ -66,24 +66,19 @@ Preflight = Callable[..., tuple[int, list[str], str]]  # exit code, lines, and t
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     """A function that puts SLURM commands, and no other program, on PATH: each prints its text, or fails with it."""
     folder = tmp_path / "bin"
-    folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
     def add(site: str = SITE, **answers: str | tuple[str, int]) -> None:
-        shown = "".join(f"*{what}) {printing(text)} exit;;\n" for what, text in scontrol(site).items())
-        cases = {"scontrol": shown, "sacctmgr": '*DefaultAccount*) exit;; *MaxWall*) echo "short|00:05:00"; exit;;'}
         for name, answer in answers.items():
             text, code = answer if isinstance(answer, tuple) else (answer, 0)
+            texts = {"": text}
+            if name == "scontrol" and not text:
+                texts = scontrol(site)
+            if name == "sacctmgr" and not code:
+                texts = {"DefaultAccount": "", "MaxWall": "short|00:05:00"} | texts
             # sbatch --test-only prints to stderr, also without an error
-            lines = printing(text, ">&2" if code or name == "sbatch" else "")
-            case = "" if text and name == "scontrol" else f'case "$*" in {cases.get(name, "")}\nesac'
-            (folder / name).write_text(f"#!/bin/sh\n{case}\n{lines}exit {code}\n")
-            (folder / name).chmod(0o755)
-
-    def printing(text: str, to: str = "") -> str:
-        """Lines of a shell script that print `text`."""
-        return f"/bin/cat {to} <<'END'\n{text.strip()}\nEND\n" if text else ""
+            command(folder / name, texts, code, to_stderr=name == "sbatch")
 
     said = "sbatch: Job 7 to start at 2031-02-03T04:05:06 using 4 processors on nodes n[1-2] in partition gpu"
     # which: Snakemake looks for a shell by it when a process evaluates its first expression

@@ -1,6 +1,5 @@
 """Profiles: new with scripted answers of SLURM, as Snakemake reads it, with exact refusals; install with real links."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.preflight.checks import DECLARED, ON_A_GPU, NoInput
 from cellmill.preflight.profile import assigned, evaluate, read_profile
-from tests.unit.slurm_site import CONFIG, scontrol
+from tests.unit.slurm_site import CONFIG, command, scontrol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SITE = """
@@ -32,7 +31,6 @@ x1|IDLE|32|128000|gpu:v100:16|(null)|old|DOWN|1:00:00
 """
 LIMITS = {"gpu": "MaxNodes=4", "root": "RootOnly=YES", "cpu": "MaxMemPerNode=200000 MaxCPUsPerNode=2"}
 OF_A_GPU = ("gpu", "gpu_model", "gres", "tasks_per_gpu")
-NONE = [[1, "", "Slurm accounting storage is disabled\n"]]
 
 
 Cluster = Callable[..., None]
@@ -42,25 +40,20 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A function that scripts SLURM's commands; the working folder is empty."""
-    (tmp_path / "bin").mkdir()
-    for name in ("scontrol", "sacct", "sacctmgr"):
-        shutil.copy(Path(__file__).parent / "fake_slurm.py", tmp_path / "bin" / name)
-        (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE_SLURM", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
 
     def answer(
         table: str = SITE, config: str = CONFIG, accounts: str = "", default: str = "", limits: dict[str, str] = LIMITS
     ) -> None:
-        qos = "normal|\nlong|7-00:00:00\nshort|03:00:00\n"
-        answers = {
-            "scontrol": [[0, text, ""] for text in scontrol(table, config, **limits).values()],
-            "sacct": [[0, "", ""]] if accounts else NONE,
-            "sacctmgr": [[0, text, ""] for text in (accounts, f"{default}\n", qos)] if accounts else NONE,
-        }
-        (tmp_path / "answers.json").write_text(json.dumps(answers))
+        qos = "normal|\nlong|7-00:00:00\nshort|03:00:00"
+        answers: dict[str, Any] = {"scontrol": scontrol(table, config, **limits), "sacct": ""}
+        answers["sacctmgr"] = {"show assoc": accounts, "show user": default, "show qos": qos}
+        if not accounts:
+            answers |= dict.fromkeys(("sacct", "sacctmgr"), "Slurm accounting storage is disabled")
+        for name, texts in answers.items():
+            command(tmp_path / "bin" / name, texts, code=int(name != "scontrol" and not accounts))
 
     return answer
 
@@ -295,7 +288,7 @@ def test_without_slurm_or_its_controller_the_line_says_so(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     said = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
-    (tmp_path / "answers.json").write_text(json.dumps({"scontrol": [[1, "", f"{said}\n"]]}))
+    command(tmp_path / "bin" / "scontrol", said, code=1)
     assert main(["profiles", "new", "mine"]) == 2
     answer = "cellmill profiles: scontrol: "
     assert capsys.readouterr().err == f"{answer}{said}; try again when SLURM's controller answers\n"

@@ -110,14 +110,6 @@ def done(scripted: Scripted) -> Scripted:
     return scripted
 
 
-def test_a_rejected_job_quotes_sbatch_and_is_tried_once(scripted: Scripted) -> None:
-    said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit)"
-    error = scripted.refused(before=[NONE], sbatch=[[1, "", f"sbatch: error: {said}\n"]])
-    assert error == f"sbatch refused the job: {said}; the request is in the profile, set-resources: train"
-    assert len(scripted.calls("sbatch")) == 1
-    assert list((scripted.train / "jobs").iterdir()) == []
-
-
 @pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"])
 def test_a_full_quota_of_jobs_is_waited_out_and_said_once(done: Scripted, limit: str) -> None:
     said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time)"
@@ -175,36 +167,6 @@ def test_what_a_job_left_is_the_reason_if_no_process_knew_more(
     assert error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with {state}: {why}"
     line = f"job 7 ended with {state}: {why}; going on from step 0 with another job\n"
     assert scripted.capsys.readouterr().out.count(line) == 2
-
-
-@pytest.mark.parametrize("holder", ["6", "7"])
-def test_a_start_refused_by_a_living_one_is_followed_by_one_job_once_that_has_ended(
-    scripted: Scripted, holder: str
-) -> None:
-    own, scripted.machine = claim(scripted.train, holder), scripted.machine.model_copy(update={"max_jobs": 2})
-    folder, name = Jobs(scripted.train).new()
-    JobRecord.of(scripted.machine, folder, holder, name).write_state("FAILED", ended=True)
-    (folder / "attempt-000.json").write_text(json.dumps({"hosts": ["node3"]}))
-    first, last = ("an earlier start of job 7", "this start") if holder == "7" else ("job 6", "job 7")
-    leaving(scripted, "7_0_log.out", f"{BEGINS}\n{first} is training in {scripted.train}; {last} ends\n")
-    scripted.answers(
-        squeue=[NONE, NONE, listed("FAILED"), *[NONE] * 8, [0, "", "released"], NONE, listed("COMPLETED", job=8)],
-        sbatch=[submitted(), submitted(8)],
-    )
-    release = json.dumps({"job": "6", "released": True})
-    scripted.hook("squeue", f"if err == 'released':\n    Path({str(own.file)!r}).write_text({release!r})")
-    calls, launcher = scripted.fake / "calls", scripted.launcher()
-    state = lambda: "done" if calls.read_text().count("sbatch") == 2 else "running"  # noqa: E731
-    launcher.folder.state = state
-    launcher.run(lambda folder: Job("some.module", [str(folder)], 1, 1))
-    line = (
-        f"job {holder} still trains on node3, which SLURM may have lost; to let it save and end, run there: "
-        f"`pkill -f {scripted.train}`; another job is submitted once it has ended\n"
-    )
-    assert scripted.capsys.readouterr().out.count(line) == 1
-    lines = calls.read_text().splitlines()
-    second = [number for number, call in enumerate(lines) if call.startswith("sbatch")][1]
-    assert second > 9, "it did not wait"
 
 
 def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(scripted: Scripted) -> None:

@@ -160,6 +160,7 @@ def _partitions(
         state, memory_mb = node.get("State", ""), limit(node.get("RealMemory")) or 0
         # SLURM before 21.08 writes IDLE* for IDLE+NOT_RESPONDING
         is_up = "*" not in state and not _DOWN & set(re.findall("[A-Z_]+", state))
+        gpus = gpus_in(node.get("Gres", ""))
         features = frozenset(node.get("AvailableFeatures", "").split(",")) - {"(null)", ""}
         for name in partitions.keys() & node.get("Partitions", "").split(","):
             rule = rules[name]
@@ -171,7 +172,6 @@ def _partitions(
             usable_mb = 0  # an unset RealMemory is 1
             if memory_mb > 1:
                 usable_mb = min(filter(None, (memory_mb, per_node, per_cpu and per_cpu * cpus)))
-            gpus = gpus_in(node.get("Gres", ""))
             partitions[name].nodes.append(Node(is_up, gpus, cpus, memory_mb, usable_mb, features))
     return partitions
 

@@ -50,31 +50,26 @@ class Checkpoint:
             return self.state()["progress"]["best_step"]
         return None
 
-    def verify(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> None:
-        """Raises DataError naming the first missing, truncated or changed file. Hashes tensors only with `contents`.
-        `share` is rank and number of ranks: of as many equal parts of the files, that of this rank is checked."""
+    def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
+        """The first missing, truncated or changed file, as an error; None without one. Hashes tensors only with
+        `contents`. `share` is rank and number of ranks: of as many equal parts of the files, this rank's is checked."""
         manifest, (rank, world) = self.path / "manifest.json", share
         try:
             files = [(name, entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()]
             own = files[rank::world]
             megabytes = sum(size for _, size, _ in own) / 1e6
+        except DataError as error:
+            return str(error)
         except (KeyError, TypeError, AttributeError):
-            raise DataError(f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged") from None
+            return f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged"
         for name, size, sha256 in progress(own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6):
             file = self.path / name
             if not file.is_file():
-                raise DataError(f"{file}: missing; the checkpoint is damaged")
+                return f"{file}: missing; the checkpoint is damaged"
             if (found := file.stat().st_size) != size:
-                raise DataError(f"{file}: expected {size} bytes, got {found}; the checkpoint is damaged")
+                return f"{file}: expected {size} bytes, got {found}; the checkpoint is damaged"
             if (contents or name in SMALL) and sha256_file(file) != sha256:
-                raise DataError(f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged")
-
-    def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-        """The error of `verify`, None if there is none."""
-        try:
-            self.verify(contents, share)
-        except DataError as error:
-            return str(error)
+                return f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged"
         return None
 
 
@@ -154,7 +149,8 @@ class TrainFolder:
                 f"{self.checkpoint_folder}: no checkpoint of step {step}; there are those of steps "
                 f"{', '.join(map(str, checkpoints)) or 'none'}; {remedy}"
             )
-        checkpoints[step].verify()
+        if line := checkpoints[step].damage():
+            raise DataError(line)
         return checkpoints[step]
 
     def begin(self, step: int) -> Path:
