@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cluster.rig import Rig
 from tests.distributed.command import last_step, losses, wait_for, words
 from tests.distributed.conftest import options
@@ -123,12 +121,6 @@ class Launched:
     def records(self) -> list[dict[str, Any]]:
         """Contents of its job.json files, oldest first."""
         return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
-
-
-def need_killable_nodes(rig: Rig) -> None:
-    """Skip a test that kills a node where all of the rig's nodes are this machine."""
-    if not rig.namespaces:
-        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
 
 
 def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:

@@ -273,8 +273,7 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
     """Make so many faults, one run after another in each partition. Raises AssertionError at the first difference."""
     expected = undisturbed(corpus, folder / "undisturbed")
     numbers, runs, deck = iter(range(-(-faults // EACH))), [], random.Random(seed)
-    possible = [kind for kind in FAULTS if kind is not kill_node or rig.namespaces]
-    kinds = [kind for _ in range(-(-faults // len(possible))) for kind in deck.sample(possible, len(possible))][:faults]
+    kinds = [kind for _ in range(-(-faults // len(FAULTS))) for kind in deck.sample(FAULTS, len(FAULTS))][:faults]
     lock = threading.Lock()
 
     def work(partition: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
+from tests.cluster.launched import Launched, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
 from tests.distributed.command import wait_for, words
 
@@ -35,7 +35,6 @@ def same_curve(launched: Launched, alone: dict[int, float]) -> None:
 def test_runs_whose_node_dies_continue_on_what_is_left_or_when_it_is_back_and_have_all_nodes_after_a_requeue(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    need_killable_nodes(rig)
     for node in ("node1", "node2", "node3", "node4"):
         wait_for(lambda node=node: rig.node_state(node) == "idle")
     # they must not be done before the node is back

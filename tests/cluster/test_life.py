@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launched import Launched, cellmill, need_killable_nodes, on_slurm, run_options, wrapper
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig, inside
 from tests.distributed.command import pids_with, wait_for
 
@@ -73,7 +73,6 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    need_killable_nodes(rig)
     found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
     alone = tmp_path_factory.mktemp("alone") / "train"
     # it trains while others wait for the nodes

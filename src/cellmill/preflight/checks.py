@@ -102,10 +102,15 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
         there = f"there is no {unknown[0]!r}" if unknown else "there is no default partition"
         yield no("partition", there, f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}")
         return
-    tried = [(list(_check_partition(machine, known[name], facts)), known[name]) for name in requested]
-    fitting = [(checks, partition) for checks, partition in tried if all(check.verdict != "no" for check in checks)]
-    yield from (fitting or tried)[0][0]
-    if not fitting:
+    shown, fitting = list[Check](), None
+    for name in requested:
+        checks = list(_check_partition(machine, known[name], facts))
+        if all(check.verdict != "no" for check in checks):
+            shown, fitting = checks, known[name]
+            break
+        shown = shown or checks
+    yield from shown
+    if fitting is None:
         return
     try:
         yield ok("start", f"SLURM expects {site.estimate(machine)}")
@@ -113,7 +118,7 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
         yield doubt("start", f"no estimate: {error}")
     except Refused as error:
         result = f"sbatch refuses {request_text(machine)}: {error}"
-        yield no("start", result, _keys_of(str(error), machine, fitting[0][1], facts))
+        yield no("start", result, _keys_of(str(error), machine, fitting, facts))
 
 
 def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) -> Iterator[Check]:
@@ -162,7 +167,8 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
             return f"{TRAIN} {key}" + (f": one of {', '.join(known)}" if known else "")
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
-    memory_mb, cpus = (sorted(values)[-fewest] for values in zip(*((node.usable_mb, node.cpus) for node in nodes)))
+    memory_mb = sorted(node.usable_mb for node in nodes)[-fewest]
+    cpus = sorted(node.cpus for node in nodes)[-fewest]
     named = f", constraint: of {', '.join(features)}" if machine.constraint and features else ""
     return f"{TRAIN} mem_mb: {memory_mb} at most, cpus_per_task: {cpus} at most{named}"
 

@@ -153,10 +153,11 @@ def _is_ours(rule: str) -> bool:
 
 def _either(rules: Rules) -> Rules:
     """The entries, in which a named machine that sets gres or gpus_per_node does not inherit the other."""
-    return {
-        entry: {other: "" for key, other in _EITHER.items() if "." in entry and key in resources} | resources
-        for entry, resources in rules.items()
-    }
+    for entry, resources in rules.items():
+        for key, other in _EITHER.items():
+            if "." in entry and key in resources:
+                resources.setdefault(other, "")
+    return rules
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -46,13 +46,10 @@ FREE = {
 def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> dict[str, Any]:
     """Return the options that define a run's numbers, as {section.key: value}. `init_from` is the SHA-256 of the
     initial weights, None for random ones; `gene_vectors` that of the file `model.gene_vectors`, which it replaces."""
-    values = {
-        f"{section}.{key}": value
-        for section, keys in options.model_dump(mode="json").items()
-        if section not in FREE_SECTIONS
-        for key, value in keys.items()
-        if key not in FREE.get(section, ())
-    }
+    values = dict[str, Any]()
+    for section, keys in options.model_dump(mode="json").items():
+        free = keys if section in FREE_SECTIONS else FREE.get(section, ())
+        values |= {f"{section}.{key}": value for key, value in keys.items() if key not in free}
     if gene_vectors is not None:
         values["model.gene_vectors"] = gene_vectors
     return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
