@@ -1,8 +1,8 @@
 """A real SLURM on one host: slurmctld, four slurmd, and on request MariaDB and slurmdbd; no systemd.
 
-Each node is in a network and UTS namespace of its own, which only root can make, so torchrun crosses a network and a node
-can be killed. Where cgroup v1 is mounted for writing, processes are tracked and
-memory is enforced with it, as production clusters do: signals then reach the task process alone.
+Each node is in a network and UTS namespace of its own, which only root can make, so torchrun crosses a network and a
+node can be killed. Where cgroup v1 is mounted for writing, processes are tracked and memory is enforced with it, as
+production clusters do: signals then reach the task process alone.
 
     python -m tests.cluster.rig start [--accounting]     prints what to export
     python -m tests.cluster.rig stop
@@ -36,7 +36,6 @@ NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
 START_S = 300  # a quiet machine needs a few
 BRIDGE, NETWORK, MARK = "br-cellmill", "10.251.0", "# cellmill test cluster"
 CONTROLLER = f"{NETWORK}.1"
-CGROUPS = ("freezer", "memory", "cpuset", "devices", "cpuacct", "cpu,cpuacct")
 
 
 class RigError(Exception):
@@ -49,10 +48,9 @@ def missing(accounting: bool = False) -> str | None:
         if shutil.which(command, path=PATHS) is None:
             packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}" if accounting else PACKAGES
             return f"{command} is not installed (apt-get install --no-install-recommends {packages})"
-    bridge = (
-        "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b && ip link set cm-a master cm-try"
-    )
-    words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{bridge} && mount -t tmpfs x /mnt"]
+    bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
+    script = f"{bridge} && ip link set cm-a master cm-try && mount -t tmpfs x /mnt"
+    words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", script]
     if os.getuid() != 0 or subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL).returncode:
         return "it needs root, and the right to make network namespaces and to mount file systems"
     return None
@@ -84,9 +82,9 @@ class Rig:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        munge = [f"--{name}={self.folder}/munge.{name}" for name in ("socket",)]
-        files = [f"--key-file={key}", f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munge.seed"]
-        call("munged", "--force", *munge, *files, f"--log-file={self.folder}/log/munged.log", "--num-threads=2")
+        files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munged.pid", "seed-file": "munge.seed"}
+        options = [f"--{name}={self.folder}/{file}" for name, file in (files | {"log-file": "log/munged.log"}).items()]
+        call("munged", "--force", *options, "--num-threads=2")
         self._network()
         if self.accounting:
             self._database()
@@ -223,19 +221,17 @@ class Rig:
             (self.folder / "etc" / name).write_text(text)
             (self.folder / "etc" / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
         # the executor plugin's jobs forget SLURM_CONF, and find the cluster at the usual place
-        if os.access("/etc", os.W_OK):
-            Path("/etc/slurm").mkdir(exist_ok=True)
-            for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
-                link = Path("/etc/slurm") / name
-                if link.exists() and not link.is_symlink():
-                    raise RigError(f"{link} is there already: a real cluster's?")
-                link.unlink(missing_ok=True)
-                link.symlink_to(self.folder / "etc" / name)
+        Path("/etc/slurm").mkdir(exist_ok=True)
+        for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
+            link = Path("/etc/slurm") / name
+            if link.exists() and not link.is_symlink():
+                raise RigError(f"{link} is there already: a real cluster's?")
+            link.unlink(missing_ok=True)
+            link.symlink_to(self.folder / "etc" / name)
         lines = [f"{CONTROLLER} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
         (self.folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        if os.access("/etc/hosts", os.W_OK):
-            with open("/etc/hosts", "a") as file:
-                file.writelines(f"{line} {MARK}\n" for line in lines)
+        with open("/etc/hosts", "a") as file:
+            file.writelines(f"{line} {MARK}\n" for line in lines)
 
     def _accounting_lines(self) -> str:
         if not self.accounting:
