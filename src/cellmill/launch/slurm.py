@@ -2,9 +2,7 @@
 
 The launcher relies only on SLURM and the run's own files, so it may be killed at any time and another one takes over:
 it attaches to the job on record, or adopts one of its name that was submitted but not recorded, and never submits while
-one is alive. A job that ends at its time limit, by preemption or with a node is followed by another from the last
-checkpoint; an error ends the chain with one line. If the queue gives no answer, the launcher waits. Jobs that spend
-most or all of their time starting are reported: their time limit is too short.
+one is alive. docs/cluster.md lists what may happen to a job, and what the launcher then does.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Cost of a run (cost.json): every start of its jobs, the resources it held, and the totals.
 
-Starts come first from SLURM's accounting (sacct). Where there is none, or it does not know a job, they come from the
-attempt files that the jobs write themselves, which agree with it to within the seconds a node takes to start.
-local.json has one entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
+Starts come from SLURM's accounting (sacct), or from the attempt files that the jobs write themselves. local.json has one
+entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
 """
 
 import os

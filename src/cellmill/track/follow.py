@@ -6,9 +6,7 @@
     train/track/NAME/log.txt        output of its own library
     train/track/NAME/lock           held while it follows: by one process at a time
 
-A follower that raises, hangs, crashes or has no network causes one warning on stderr and nothing else; the training is
-not affected. At the end of the training followers get FINISH_S to send what came last. Anything unsent is sent by
-`cellmill follow RUN --to NAME`, or by the next start. All followers die with the launcher.
+What a follower has not sent is sent by `cellmill follow`, or by the next start. All followers die with the launcher.
 """
 
 import json
