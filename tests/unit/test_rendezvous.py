@@ -182,21 +182,6 @@ def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
     assert line.startswith(said)
 
 
-def test_a_cancelled_attempt_to_reach_the_first_node_ends_whenever_it_is_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "_RETRY_S", 0.0001)
-
-    async def cancelled(after_s: float) -> bool:
-        task = asyncio.ensure_future(Relay(Rendezvous("secret", 1, 2, LOOPBACK), None)._to_first_node())
-        await asyncio.sleep(after_s)
-        task.cancel()
-        done, _ = await asyncio.wait([task], timeout=200)
-        return bool(done)
-
-    assert all(asyncio.run(cancelled(0.003 + at / 100_000)) for at in range(100))
-
-
 def test_nodes_that_never_join_are_named_and_end_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: Nodes
 ) -> None:

@@ -1,6 +1,6 @@
 """Cost of a run (cost.json): every start of its jobs, the resources it held, and the totals.
 
-Starts come from SLURM's accounting (sacct), or from the attempt files that the jobs write themselves. local.json has one
+Starts come from SLURM's accounting (sacct), or from the attempt files that the jobs write themselves. local.json has an
 entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
 """
 
