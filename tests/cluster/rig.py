@@ -230,8 +230,8 @@ class Rig:
             link.symlink_to(self.folder / "etc" / name)
         lines = [f"{CONTROLLER} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
         (self.folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        with open("/etc/hosts", "a") as file:
-            file.writelines(f"{line} {MARK}\n" for line in lines)
+        with open("/etc/hosts", "a") as hosts:
+            hosts.writelines(f"{line} {MARK}\n" for line in lines)
 
     def _accounting_lines(self) -> str:
         if not self.accounting:

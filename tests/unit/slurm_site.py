@@ -1,5 +1,6 @@
 """Commands of SLURM for machines without it, and a site as scontrol shows it, from a short table."""
 
+from collections import defaultdict
 from pathlib import Path
 
 CONFIG = (
@@ -23,16 +24,17 @@ def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
     A line of the table is a node in a partition: node, its state, cores (or those that jobs may use / all of them), MB,
     GRES, features; partition (with * the default), its state, its time limit. `fields` replace some of a partition's.
     """
-    partitions, nodes = dict[str, str](), dict[str, list[str]]()
+    partitions, nodes, names = dict[str, str](), dict[str, str](), defaultdict[str, list[str]](list)
     for line in table.split():
         node, state, cores, memory, gres, features, partition, partition_state, limit = line.split("|")
         name, usable, total = partition.rstrip("*"), *cores.partition("/")[::2]
         default = "YES" if partition.endswith("*") else "NO"
         partitions[name] = PARTITION.format(name, default, limit, partition_state, fields.get(name, ""))
         cpus = f"CPUEfctv={usable} CPUTot={total}" if total else f"CPUTot={cores}"
-        nodes.setdefault(node, [cpus, features, gres, memory, state, []])[-1].append(name)
-    lines = [NODE.format(name, *values, ",".join(of)) for name, (*values, of) in nodes.items()]
-    return {"show partition": "".join(partitions.values()), "show node": "".join(lines), "show config": config}
+        names[node].append(name)
+        nodes[node] = NODE.format(node, cpus, features, gres, memory, state, ",".join(names[node]))
+    shown = {"show partition": "".join(partitions.values()), "show node": "".join(nodes.values())}
+    return shown | {"show config": config}
 
 
 def command(path: Path, answers: str | dict[str, str], code: int = 0, to_stderr: bool = False) -> None:
