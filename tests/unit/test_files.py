@@ -1,7 +1,6 @@
 """Atomic files: killed writers, full disks, file modes, and the errors of bad files."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -29,7 +28,6 @@ from cellmill.files import (
     progress,
     read_json,
     remove_incomplete,
-    sha256_file,
     write_json,
     write_text,
 )
@@ -80,8 +78,11 @@ def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path: Path, before: lis
     assert re.fullmatch(r"\.out\..*\.incomplete\.bin", left)
     assert others == before
     assert not before or final.read_text() == "old"
+    umask = os.umask(0o027)
     write_text(final, "new")
+    os.umask(umask)
     assert names(tmp_path) == ["out.bin"]
+    assert stat.S_IMODE(final.stat().st_mode) == 0o640
 
 
 def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
@@ -102,9 +103,6 @@ def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
 
 def test_an_error_without_a_name_gets_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "out.npy"
-    with pytest.raises(OSError, match="No space left") as error, atomic_path(final):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert error.value.filename == str(final)
     with pytest.raises(ConnectionResetError) as other, atomic_path(final):
         raise OSError(errno.ECONNRESET, "of a source that is read")
     assert other.value.filename is None
@@ -142,18 +140,6 @@ def test_a_file_appears_when_the_block_ends_and_an_error_keeps_the_old_one(tmp_p
     assert error.value.filename == str(tmp_path)
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_the_file_mode_follows_the_umask(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        write_text(tmp_path / "ours", "")
-        (tmp_path / "plain").touch()
-    finally:
-        os.umask(before)
-    ours, plain = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", "plain"))
-    assert ours == plain == 0o666 & ~umask
-
-
 def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,20 +162,10 @@ def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"loss": float("nan")})
     assert read_json(path) == value
+    assert digest(value) == digest(dict(reversed(value.items())))
     path.write_text(json.dumps(value)[:-3])
     with pytest.raises(DataError, match=r"value\.json: not valid JSON \("):
         read_json(path)
-    path.unlink()
-    with pytest.raises(DataError) as missing:
-        read_json(path)
-    assert str(missing.value) == f"{path}: no such file"
-
-
-def test_digests_depend_on_bytes_and_not_on_the_order_of_keys(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"cells" * 100_000)
-    assert sha256_file(tmp_path / "file") == hashlib.sha256(b"cells" * 100_000).hexdigest()
-    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
-    assert digest({"b": [1, 2]}) != digest({"b": [2, 1]})
 
 
 def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: Any) -> list[str]:
@@ -201,7 +177,8 @@ def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: A
     return out.getvalue().splitlines()
 
 
-def test_a_log_gets_a_line_after_5_s_and_then_every_30_s() -> None:
+def test_a_log_gets_a_line_after_5_s_and_then_every_30_s_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(io.StringIO(), [0.5] * 9) == []
     assert shown(io.StringIO(), [2.5] * 20) == [
         "preprocess kang: 2,000 of 20,000 cells (10%), 400 cells/s, 45 s left",
         "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left",
@@ -212,10 +189,6 @@ def test_a_log_gets_a_line_after_5_s_and_then_every_30_s() -> None:
         "preprocess kang: 2 of 3 tasks (67%), 50 min left, now annotate",
     ]
     assert all(PROGRESS.fullmatch(line) for line in [*slow, *shown(io.StringIO(), [6.0, 6.0])])
-
-
-def test_a_stage_under_5_s_and_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(io.StringIO(), [0.5] * 9) == []
     monkeypatch.setenv("RANK", "1")
     assert shown(io.StringIO(), [2.5] * 20) == []
 

@@ -51,17 +51,27 @@ class Command:
 class Listing:
     """A squeue that lists one job, whose state can be changed while commands run."""
 
-    def __init__(self, results: Path, record: JobRecord, state: str, reason: str = "None") -> None:
+    def __init__(self, results: Path, record: JobRecord, state: str) -> None:
         self.file, self.record = results.parent / "answer", record
         command(results, "squeue", f"/bin/cat {self.file}")
-        self.shows(state, reason)
+        self.shows(state)
 
-    def shows(self, state: str, reason: str = "None") -> None:
-        self.file.write_text(self.line(state, reason) + "\n")
+    def shows(self, state: str) -> None:
+        self.file.write_text(self.line(state) + "\n")
 
-    def line(self, state: str, reason: str = "None") -> str:
-        nodes = "node1" if state == "RUNNING" else ""
-        return f"{self.record.job_id}|{state}|{reason}|{nodes}|{self.record.name}"
+    def line(self, state: str) -> str:
+        reason = "Priority" if state == "PENDING" else "None"
+        return f"{self.record.job_id}|{state}|{reason}|node1|{self.record.name}"
+
+
+def attach(results: Path, state: str) -> tuple[JobRecord, Listing, Command]:
+    """A job in this state, with a checkpoint of step 100, its squeue, and the command that follows it."""
+    train = run_of(results, "one", state=RUNNING)
+    checkpoint(train, 100)
+    record = job(train)
+    queue, attached = Listing(results, record, state), Command(results, "attach", "one")
+    attached.wait_for(f"job 41: {state}")
+    return record, queue, attached
 
 
 def local_log(results: Path, text: str) -> Path:
@@ -94,10 +104,10 @@ def test_a_closed_pipe_is_no_error(results: Path) -> None:
     run_of(results, "one")
     local_log(results, "a line\n" * 100_000)
     words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
-    reading = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert reading.stdout.readline() == "a line\n"
-    reading.stdout.close()
-    assert (reading.wait(200), reading.stderr.read()) == (0, "")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reading:
+        assert reading.stdout.readline() == "a line\n"
+        reading.stdout.close()
+        assert (reading.wait(200), reading.stderr.read()) == (0, "")
 
 
 def test_a_local_training_is_followed_until_its_lock_is_free(results: Path, hold: Hold) -> None:
@@ -121,16 +131,12 @@ def test_a_local_training_is_followed_until_its_lock_is_free(results: Path, hold
 
 
 def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> None:
-    train = run_of(results, "one", state=RUNNING)
-    record = job(train)
-    queue = Listing(results, record, "PENDING", "Priority")
-    attached = Command(results, "attach", "one")
-    attached.wait_for("PENDING")
+    record, queue, attached = attach(results, "PENDING")
     queue.shows("RUNNING")
     record.log.write_text("step 1/2\nstep 2/2\n")
     before = (record.path / "job.json").read_bytes()
     attached.wait_for("step 2/2")
-    (train / "state.json").write_text(json.dumps(RUNNING | {"state": "done"}))
+    (record.path.parents[1] / "state.json").write_text(json.dumps(RUNNING | {"state": "done"}))
     queue.shows("COMPLETED")
     code, printed, told = attached.end()
     assert printed == (
@@ -140,7 +146,7 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
     )
     assert (code, told) == (0, "")
     assert (record.path / "job.json").read_bytes() == before, "attach changes no file"
-    assert not (train / "lock").exists()
+    assert not (record.path.parents[1] / "lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -154,12 +160,7 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
 def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
     results: Path, word: str, error: str, code: int, line: str
 ) -> None:
-    train = run_of(results, "one", state=RUNNING)
-    checkpoint(train, 100)
-    record = job(train)
-    queue = Listing(results, record, "RUNNING")
-    attached = Command(results, "attach", "one")
-    attached.wait_for("job 41: RUNNING")
+    record, queue, attached = attach(results, "RUNNING")
     if error:
         (record.path / "error.txt").write_text(error)
     queue.shows(word)
@@ -190,10 +191,8 @@ def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
-    Listing(results, job(run_of(results, "one")), "RUNNING")
     command(results, "scancel", "echo no >&2; exit 1")
-    attached = Command(results, "attach", "one")
-    attached.wait_for("job 41: RUNNING")
+    _, _, attached = attach(results, "RUNNING")
     os.killpg(attached.process.pid, signal.SIGINT)
     code, printed, told = attached.end()
     assert (code, told) == (0, "")
@@ -209,8 +208,6 @@ def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, st
     # nothing left to cancel is success; nothing to attach to is an error
     how = "its state is failed, saved at step 0: rank 1 on node2: no"
     expected = (0, f"{line}\n", "") if stage == "cancel" else (2, "", f"cellmill attach: {line}; {how}\n")
-    assert cli(stage, "one") == expected
-    (results.parent / "bin" / "squeue").unlink()
     assert cli(stage, "one") == expected
     command(results, "squeue", "echo down >&2; exit 1")
     silent = f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n"
@@ -239,7 +236,7 @@ def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, cli: Cli) -> N
 def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, cli: Cli) -> None:
     record = job(run_of(results, "one"))
     (record.path / "job.json").unlink()
-    command(results, "scancel", f": > {Listing(results, record, 'PENDING', 'Priority').file}")
+    command(results, "scancel", f": > {Listing(results, record, 'PENDING').file}")
     assert "cancelled job 41; saved at step 0" in cli("cancel", "one")[1]
     assert not (record.path / "job.json").exists()
 

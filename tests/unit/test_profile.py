@@ -1,5 +1,6 @@
 """A profile is read as Snakemake reads it: a dry run is the reference."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -53,15 +54,12 @@ def as_snakemake(path: Path) -> dict[str, Any]:
         {"nodes": 2, "nproc_per_node": 8, "slurm_partition": "gpu-a100", "gpus_per_node": "a100:4"},
         {"nodes": "2", "nproc_per_node": "4", "qos": "12", "slurm_account": "'7'", "mem_mb": 0},
         {"nodes": "'1-2'", "slurm_partition": "gpu-a,gpu-b", "constraint": "a100&ib", "interface": "ib0"},
-        *({"runtime": time} for time in ("2h", "1.5 hours", "90", "90 min", "2d", 1.5, "'3h'")),
-        *({"runtime": time} for time in ("30 * 4", "30 * attempt")),
+        *({"runtime": time} for time in ("2h", "1.5 hours", "90", "90 min", 1.5, "'3h'", "30 * 4", "30 * attempt")),
         *({"mem": size} for size in ("8G", "1.5 TB", "16 GiB", 4000)),
         *({"mem_mb": size} for size in ("threads * 2000", "attempt * 4000 // 3")),
         {"mem_mib": 4096, "poll_s": 2.5, "modules": "cuda/12.4 nccl", "sbatch_options": "exclude=node7 exclusive"},
-        {"modules": "cuda/12.4", "container": "/images/x.sif", "gres": "gpu:h100:4"},
-        {"slurm_partition": "a100-2g.10gb", "constraint": "[a|b]", "qos": "long", "slurm_account": "p1.sub"},
-        {"slurm_account": "$CELLMILL_TEST_ACCOUNT", "container": "~/x.sif"},
-        {"constraint": "(a100|h100)&nvlink", "on_interrupt": "detach"},
+        {"slurm_partition": "a100-2g.10gb", "constraint": "[a|b]", "gres": "gpu:h100:4", "slurm_account": "p1.sub"},
+        {"slurm_account": "$CELLMILL_TEST_ACCOUNT", "container": "~/x.sif", "constraint": "(a100|h100)&nvlink"},
     ],
     ids=str,
 )
@@ -74,9 +72,9 @@ def test_values_equal_those_that_snakemake_gives_the_rule(
 
 
 def test_a_list_of_assignments_is_a_mapping_too() -> None:
-    path = write("set-resources:\n- train:nodes=2\n- train:runtime=2h\n- plan:nodes=2\n- train:slurm_partition=gpu-a\n")
+    path = write("set-resources:\n- train:nodes=2\n- train:runtime=2h\n- plan:nodes=2\n")
     found = read_profile("one")
-    assert found.train == as_snakemake(path) == {"nodes": 2, "runtime": 120, "slurm_partition": "gpu-a"}
+    assert found.train == as_snakemake(path) == {"nodes": 2, "runtime": 120}
     assert found.plan == {"nodes": 2}
 
 
@@ -100,12 +98,11 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     for name in ("config.yaml", "datasets.tsv"):
         (alone / "config" / name).write_text((REPOSITORY / "config" / name).read_text())
     words = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "--dry-run", "-p"]
-    done = subprocess.run([*words, "--profile", "profiles/one"], capture_output=True, text=True, timeout=120)
-    called = [line for line in (done.stdout + done.stderr).splitlines() if " cellmill train " in line]
-    assert len(called) == 1, done.stdout + done.stderr
-    flags = shlex.split(
-        called[0].partition(" cellmill train ")[2].partition(" 2>&1")[0].replace('"$(', "").replace(')"', "")
+    done = subprocess.run(
+        [*words, "--profile", "profiles/one"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    [called] = re.findall(r" cellmill train (.*) 2>&1", done.stdout)
+    flags = shlex.split(called.replace('"$(', "").replace(')"', ""))
     parser = ArgumentParser()
     add_machine(parser, Machine.model_fields)
     given = vars(parser.parse_known_args(flags)[0])
@@ -125,18 +122,15 @@ def test_default_resources_do_not_reach_a_training() -> None:
     ("train", "message"),
     [
         ({"nodes": "1-2"}, "nodes: Snakemake reads '1-2' as -1; write \"'1-2'\", in both quotes"),
-        ({"nodes": -1}, "nodes: -1 is negative"),
         ({"slurm_partition": "all"},
          "slurm_partition: Snakemake reads 'all' as Python; write \"'all'\", in both quotes, for a text"),
         ({"mem_mb": "input.size_mb"},
          "mem_mb: expected a number without quotes, got 'input.size_mb'; `mem: 16G` takes a unit"),
         ({"runtime": "1-00:00:00"}, "runtime: expected a time such as 90 (minutes) or 2h, got '1-00:00:00'"),
         ({"mem": "lots"}, "mem: expected a size such as 16000 (MB) or 16G, got 'lots'"),
-        ({"mem_mb": "8G"}, "mem_mb: expected a number without quotes, got '8G'; `mem: 16G` takes a unit"),
         ({"mem_mb": "0"}, "mem_mb: expected a number without quotes, got '0'; `mem: 16G` takes a unit"),
         ({"mem": "8G", "mem_mb": 8000}, "mem_mb is given twice, in two units"),
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
-        ({"nodes": 0}, "nodes: expected a number such as 2 or a range such as 1-2, got '0'"),
     ],
 )  # fmt: skip
 def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
@@ -149,7 +143,6 @@ def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n", "The config file doesn't appear to contain 'key: value' pairs (aka. a YAML mapping)."),
         ("a: [\n", "Couldn't parse config file: while parsing a flow node expected the node content, but found"),
         ("set-resources: {train: 4}\n", "Invalid set-resources format in profile. Expected two-level mapping, got"),
         ("set-resources: [train=4]\n", "set-resources: expected rule:resource=value, got 'train=4'"),
@@ -158,7 +151,7 @@ def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train
 )
 def test_an_invalid_profile_is_one_line(text: str, message: str) -> None:
     write(text)
-    with pytest.raises(ConfigError, match=r"^profiles/one/config\.yaml: ") as error:
+    with pytest.raises(ConfigError) as error:
         read_profile("one")
     assert str(error.value).startswith(f"profiles/one/config.yaml: {message}")
     assert "\n" not in str(error.value)
@@ -191,11 +184,3 @@ def test_profiles_default_overrides_key_by_key() -> None:
     over = write("set-resources: {train: {nodes: 1}}\n", "profiles/default/config.yaml")
     found = read_profile("one")
     assert (found.train, found.over) == ({"nodes": 1}, over)
-
-
-def test_the_profiles_of_this_repository_are_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    names = sorted(path.parent.name for path in Path("profiles").glob("*/config.yaml"))
-    assert "local" in names
-    for name in names:
-        assert read_profile(name).machine().launcher == ("local" if name == "local" else "slurm")

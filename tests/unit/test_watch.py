@@ -63,18 +63,6 @@ def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said
         watched.update()
 
 
-def test_a_finished_run_is_shown_once_and_a_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = tracked_run(tmp_path)
-    append(train, {"step": 10} | LINE)
-    (train / "status.json").write_text("{}")
-    assert main(["watch", "one", "--results", str(tmp_path / "results")]) == 0
-    assert capsys.readouterr().out == "one: done  step 10/20 (50%)  loss 0.5  lr 1.00e-03  2 steps skipped\n"
-    assert main(["watch", "../one", "--results", str(tmp_path / "results")]) == 2
-    assert "'../one': expected the name of a run, got a path in" in capsys.readouterr().err
-    assert main(["watch", "one", "--every-s", "nan"]) == 2
-    assert "--every-s: expected seconds from 0.1 to 3600, got nan" in capsys.readouterr().err
-
-
 def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +81,8 @@ def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration
     monkeypatch.setattr("time.sleep", interrupt)
     assert main(["watch", "demo", "--results", results]) == 0
     assert capsys.readouterr().out == "demo: not begun\n"
+    assert main(["watch", "demo", "--every-s", "nan"]) == 2
+    assert "--every-s: expected seconds from 0.1 to 3600, got nan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [200, 40, 12, 1])
@@ -111,7 +101,4 @@ def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
     assert len(lines) == {200: 2, 40: 4, 12: 7, 1: 7}[columns]
     assert terminal.getvalue() == first + f"\x1b[{len(lines)}A\x1b[J" + first
     assert columns < 3 or (lines[-1][0], lines[-1][-1]) == ("█", "▁")
-
-
-def test_the_curve_is_drawn_for_any_number_of_losses() -> None:
-    assert [bars(losses, 4) for losses in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == ["", "▁", "▁▁", "█▆▃▁"]
+    assert [bars(few, 4) for few in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == ["", "▁", "▁▁", "█▆▃▁"]
