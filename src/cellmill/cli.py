@@ -17,7 +17,7 @@ from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import ObsColumns
 from cellmill.config.machine import Machine
 from cellmill.errors import UserError
-from cellmill.files import parse_json, read_json, refuse_special
+from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_special
 from cellmill.imports import importing
 
 MODULES = {
@@ -77,10 +77,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_paths(arguments: dict[str, Any]) -> None:
-    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another file of the command,
-    which would be lost; OSError for a loop of links."""
-    given = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
-    files = [(name, path) for name, paths in given.items() for path in paths if isinstance(path, Path)]
+    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another file of the command;
+    OSError for a loop of links."""
+    files: list[tuple[str, Path]] = []
+    for name, value in arguments.items():
+        paths = value if isinstance(value, list) else [value]
+        files += [(f"--{name.replace('_', '-')}", path) for path in paths if isinstance(path, Path)]
     for _, path in files:
         refuse_special(path, "a file or folder")
         try:
@@ -88,12 +90,11 @@ def _check_paths(arguments: dict[str, Any]) -> None:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise
-    taken: dict[Path, str] = {}
-    for name, path in sorted(files, key=lambda file: file[0] in ("report", "out")):
-        other = taken.setdefault(path.resolve(), name)
-        # stages that may append to their input check it themselves
-        if name in ("report", "out") and other != name and "append" not in arguments:
-            raise UserError(f"--{name} {path} is --{other.replace('_', '-')}, which would be lost; name another file")
+    for flag, path in files:
+        if flag in ("--out", "--report"):
+            # stages that may append to their input check it themselves
+            allowed = {flag, "--input"} if "append" in arguments else {flag}
+            refuse_overwriting(path, [file for file in files if file[0] not in allowed], flag)
 
 
 def _options(stage: str, arguments: dict[str, Any]) -> Any:

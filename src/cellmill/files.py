@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO, TypeVar
 
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
@@ -152,6 +152,15 @@ def refuse_special(path: Path, expected: str = "a file") -> None:
     """Raise DataError for a FIFO, socket or device: opening a FIFO would wait without end."""
     if (kind := special_kind(path)) is not None:
         raise DataError(f"{path}: expected {expected}, got a {kind}")
+
+
+def refuse_overwriting(
+    out: Path, others: Iterable[tuple[str, Path]], flag: str = "--out", remedy: str = "name another file"
+) -> None:
+    """Raise ConfigError if `out` is the file of another argument, which would be lost; `others` are flags and paths."""
+    for other, path in others:
+        if path.resolve() == out.resolve():
+            raise ConfigError(f"{flag} {out} is {other}, which would be lost; {remedy}")
 
 
 def special_kind(path: Path) -> str | None:

@@ -179,7 +179,7 @@ def test_a_path_that_is_no_file_is_one_line(
     ("words", "message"),
     [
         ("preprocess --input {a} --dataset d --out {link} --report {b}", "preprocess: --out {link} is --input, which"),
-        ("preprocess --input {a} --dataset d --out {b} --report {b}", "preprocess: --out {b} is --report, which"),
+        ("preprocess --input {a} --dataset d --out {b} --report {b}", "preprocess: --report {b} is --out, which"),
         ("vocabulary --cells {b} {a} --out {a}", "vocabulary: --out {a} is --cells, which"),
         ("shard --cells {a} --vocabulary {b} --out {b}", "shard: --out {b} is --vocabulary, which"),
     ],

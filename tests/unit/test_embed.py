@@ -226,7 +226,7 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
     adata.obsm["X_pca"] = np.eye(adata.n_obs)[:, :2]
     path = _written(adata, tmp_path / "mine.h5ad")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input; add --append"):
+    with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input, which would be lost; add --append"):
         embed(model, path, path)
     assert path.read_bytes() == before
     for out in (tmp_path / "copy.h5ad", path, path):  # twice: the second replaces the first

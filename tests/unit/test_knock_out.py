@@ -124,6 +124,6 @@ def test_the_cells_are_not_overwritten_by_their_shifts(tmp_path: Path, corpus: d
     given.write_bytes(before := corpus["cells"].read_bytes())
     (tmp_path / "link.h5ad").symlink_to(given)
     for out in (given, tmp_path / "link.h5ad"):
-        with pytest.raises(ConfigError, match=rf"^--out {out} is --input, whose counts would be lost; name another "):
+        with pytest.raises(ConfigError, match=rf"^--out {out} is --input, which would be lost; name another "):
             _made(corpus | {"cells": given}, out, min_cells=1)
     assert given.read_bytes() == before

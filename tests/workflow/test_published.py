@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import cellmill
 from cellmill.cli import main
 from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.names import map_genes
@@ -108,9 +107,6 @@ def _check_run(folder: Path, kind: str) -> None:
     assert main(["import", kind, str(folder / published.folder), "--out", str(folder / "by hand" / kind)]) == 0
     by_hand, first = (load_file(path / "model.safetensors") for path in (folder / "by hand" / kind, imported))
     assert all(torch.equal(by_hand[name], tensor) for name, tensor in first.items())
-    config, trained = (json.loads((path / "config.json").read_text()) for path in (imported, run / "model"))
-    assert config["model"] | {"embed_layer": 0} == trained["model"]
-    assert config["tokens"] == trained["tokens"]
     weights = load_file(run / "model" / "model.safetensors")
     moved = {float((weights[name] - first[name]).abs().max()) for name in first if name.startswith("blocks.")}
     assert 0 < max(moved) < 0.1  # from the published weights, not from others
@@ -120,9 +116,5 @@ def _check_run(folder: Path, kind: str) -> None:
     rows = theirs.rows_of(ours.gene_ids)
     assert (rows < 0).sum() == 5
     np.testing.assert_array_equal(ours.medians[rows >= 0], theirs.medians[rows[rows >= 0]])
-    found = ad.read_h5ad(run / "predictions" / "query.h5ad")
-    query = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "query.h5ad")
-    predicted = cellmill.load(run / "model").predict(query)
-    np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"]["tasks"]["probe"]["rows"]
     assert {row["kind"] for row in rows} >= {"model", "baseline"}

@@ -65,12 +65,15 @@ def hub_card(model: Path, licence: str) -> str:
     started = {"init_from": record["init_from"]} if record["init_from"] else {}
     shown = {"runs": {run.name: {"corpus": corpus.name if corpus else "CORPUS", **started, **options}}}
     environment = ", ".join(f"{name} {version}" for name, version in record.get("environment", {}).items())
-    rerun = [
-        *("", "## Rerun", f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} "),
-        "processes. With the data above as a corpus, this configuration trains the same model in any layout:",
-        *("", "```yaml", yaml.safe_dump(shown, sort_keys=False).rstrip("\n"), "```", ""),
-    ]
-    return "\n".join([card.rstrip("\n"), *(_data(corpus) if corpus else []), *_results(run), *rerun])
+    lines = [card.rstrip("\n")]
+    if corpus is not None:
+        lines += _data(corpus)
+    lines += _results(run)
+    lines += ["", "## Rerun"]
+    lines.append(f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} processes.")
+    lines.append("With the data above as a corpus, this configuration trains the same model in any layout:")
+    lines += ["", "```yaml", yaml.safe_dump(shown, sort_keys=False).rstrip("\n"), "```", ""]
+    return "\n".join(lines)
 
 
 def _data(corpus: ReportedCorpus) -> list[str]:
@@ -86,19 +89,28 @@ def _data(corpus: ReportedCorpus) -> list[str]:
 
 
 def _results(run: ReportedRun) -> list[str]:
-    """Tables of each task, the baselines in the same tables, and its verdicts."""
-    lines = ["", "## Results"] if run.evaluation else ["", "## Results", "Not evaluated."]
+    """A table of each task, its baselines among the rows, and its verdicts."""
+    lines = ["", "## Results"]
+    if not run.evaluation:
+        lines.append("Not evaluated.")
     for _, name, dataset in evaluated_datasets([run]):
         lines += ["", f"{_cell(name)}: {dataset['n_scored']:,} cells ({dataset['cells']})."]
         for task, entry in dataset["tasks"].items():
-            columns = list(dict.fromkeys(key for row in entry["rows"] for key in row if key.endswith("_mean")))
-            if columns:
-                lines += ["", f"| {_cell(task)} | {' | '.join(column.removesuffix('_mean') for column in columns)} |"]
-                lines.append("|---" * (len(columns) + 1) + "|")
-                for row in entry["rows"]:
-                    values = ("" if (value := row.get(key)) is None else f"{value:.3f}" for key in columns)
-                    lines.append(f"| {_cell(row['name'])} | {' | '.join(values)} |")
-            lines += ["", *entry["sentences"]] if entry["sentences"] else []
+            lines += _table(task, entry["rows"])
+            if entry["sentences"]:
+                lines += ["", *entry["sentences"]]
+    return lines
+
+
+def _table(task: str, rows: list[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in rows for key in row if key.endswith("_mean")))
+    if not columns:
+        return []
+    headings = [_cell(task), *(column.removesuffix("_mean") for column in columns)]
+    lines = ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for row in rows:
+        values = ["" if row.get(column) is None else f"{row[column]:.3f}" for column in columns]
+        lines.append(f"| {' | '.join([_cell(row['name']), *values])} |")
     return lines
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError, create_model
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -38,39 +38,40 @@ MADE = {  # files that Snakemake makes again by name, in the order of the stages
 
 Object = dict[str, Any]
 
-
-class ProgressFile(BaseModel):
-    """plan.json, and train/status.json."""
-
-    memory: Object = {}
-    wall_s: float | None = None
-    best_val_loss: float | None = None
-
-
-class RecordFile(BaseModel):
-    """train/run.json, and config.json of an exported model."""
-
-    options: Object = {}
-    environment: Object = {}
-    supervised_by: list[str] = []
-
-
-class CostFile(BaseModel):
-    source: str
-    jobs: list[Start]
-    totals: dict[str, float | None]
-    unknown: dict[str, str]
-
-
-class CurveLine(BaseModel):
-    """A line of metrics.jsonl."""
-
-    peak_allocated_gb: list[float] = []
-    peak_resident_gb: list[float] = []
-    gpu_power_w: list[float] = []
-    cells_per_s: float = 0.0
-    data_wait_frac: float = 0.0
-    effective_rank: float | None = None
+# forms of files: what the page takes from each, with a default for what may be absent
+PROGRESS = create_model(  # plan.json, and train/status.json
+    "Progress", memory=(Object, {}), wall_s=(float | None, None), best_val_loss=(float | None, None)
+)
+RECORD = create_model(  # train/run.json, and config.json of an exported model
+    "Record", options=(Object, {}), environment=(Object, {}), supervised_by=(list[str], [])
+)
+COST = create_model(
+    "Cost",
+    source=(str, ...),
+    jobs=(list[Start], ...),
+    totals=(dict[str, float | None], ...),
+    unknown=(dict[str, str], ...),
+)
+CURVE = create_model(  # a line of metrics.jsonl
+    "Curve",
+    peak_allocated_gb=(list[float], []),
+    peak_resident_gb=(list[float], []),
+    gpu_power_w=(list[float], []),
+    cells_per_s=(float, 0.0),
+    data_wait_frac=(float, 0.0),
+    effective_rank=(float | None, None),
+)
+QC_REPORT = create_model(
+    "QcReport",
+    dataset=(str, ...),
+    source=(Object, ...),
+    cells=(Object, ...),
+    genes=(Object, ...),
+    coverage=(Object, ...),
+    histograms=(dict[str, dict[str, list[float]]], ...),
+)
+MANIFEST = create_model("Manifest", fingerprint=(str, ...), vocabulary=(Object, ...), splits=(dict[str, Object], ...))
+SWEEP = create_model("Sweep", name=(str, ...), n_runs=(int, ...), axes=(list[str], ...), curves=(list[Object], ...))
 
 
 class GapEntry(BaseModel):
@@ -113,30 +114,6 @@ class EvaluationFile(BaseModel):
     model: Object = {}
     options: Object = {}
     datasets: dict[str, DatasetEntry]
-
-
-class PreprocessFile(BaseModel):
-    """QC report of a dataset."""
-
-    dataset: str
-    source: Object
-    cells: Object
-    genes: Object
-    coverage: Object
-    histograms: dict[str, dict[str, list[float]]]
-
-
-class ManifestFile(BaseModel):
-    fingerprint: str
-    vocabulary: Object
-    splits: dict[str, Object]
-
-
-class SweepFile(BaseModel):
-    name: str
-    n_runs: int
-    axes: list[str]
-    curves: list[Object]
 
 
 def remake_commands(kind: str, folder: Path) -> dict[str, str]:
@@ -191,22 +168,22 @@ def read_run(folder: Path) -> ReportedRun:
         umap[row["dataset"]].append(row)
     lines = read_lines(train / "metrics.jsonl")
     for line in lines:
-        _check(train / "metrics.jsonl", CurveLine, line)
-    model = _read(folder / "model" / "config.json", RecordFile)
+        _check(train / "metrics.jsonl", CURVE, line)
+    model = _read(folder / "model" / "config.json", RECORD)
     kept = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        checkpoint = _read(path.parents[1] / "model" / "config.json", RecordFile) or {}
+        checkpoint = _read(path.parents[1] / "model" / "config.json", RECORD) or {}
         metrics = _read(path, EvaluationFile)
         # of the training that the export is of
         if metrics and checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
             kept[metrics["model"]["step"]] = metrics
     return ReportedRun(
         name=folder.resolve().name,
-        plan=_read(folder / "plan.json", ProgressFile),
-        status=_read(train / "status.json", ProgressFile) or _read(train / "state.json", ProgressFile),
-        record=_read(train / "run.json", RecordFile),
+        plan=_read(folder / "plan.json", PROGRESS),
+        status=_read(train / "status.json", PROGRESS) or _read(train / "state.json", PROGRESS),
+        record=_read(train / "run.json", RECORD),
         model=model,
-        cost=_read(train / "cost.json", CostFile),
+        cost=_read(train / "cost.json", COST),
         evaluation=_read(folder / "evaluate" / "metrics.json", EvaluationFile),
         lines=lines,
         umap=umap,
@@ -220,8 +197,8 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     vocabulary = _existing(folder, "corpus") / "vocabulary.tsv"
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=[_read(path, PreprocessFile) or {} for path in sorted((folder / "cells").glob("*.json"))],
-        manifest=_read(folder / "shards" / "manifest.json", ManifestFile),
+        datasets=[_read(path, QC_REPORT) or {} for path in sorted((folder / "cells").glob("*.json"))],
+        manifest=_read(folder / "shards" / "manifest.json", MANIFEST),
         n_genes=Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None,
         commands=remake_commands("corpora", folder),
     )
@@ -229,7 +206,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
 
 def read_sweep(path: Path) -> Object:
     """curves.json of a sweep. Raises DataError if it is not as `sweep` writes it."""
-    return _check(path, SweepFile, read_json(path))
+    return _check(path, SWEEP, read_json(path))
 
 
 def _read(path: Path, form: type[BaseModel]) -> Object | None:

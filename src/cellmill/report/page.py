@@ -16,7 +16,7 @@ from cellmill.errors import DataError
 from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
-from cellmill.report.tables import Point, TaskTable, compare_runs, flat, number, reach
+from cellmill.report.tables import TaskTable, compare_runs, flat, number, reach
 from cellmill.runs.folder import COLLAPSED
 
 REGRESSION = "all genes + logistic regression"
@@ -44,25 +44,27 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     """Standings of all runs that were evaluated by a task with a metric, the best of each dataset marked."""
     found: list[Standing] = []
     for run, dataset, entry in evaluated_datasets(runs):
-        tasks = {"probe": entry["tasks"].get("probe"), **entry["tasks"]}  # probe ranks runs where it ran
+        tables = {task: TaskTable(result) for task, result in entry["tasks"].items()}
+        rows = {task: best for task, table in tables.items() if (best := table.best_of("model")) is not None}
+        if not rows:
+            continue
+        task = "probe" if "probe" in rows else next(iter(rows))  # probe ranks runs where it ran
+        table, row, baseline = tables[task], rows[task], tables[task].best_of("baseline")
         outcomes = Counter(outcomes_of(entry).values())
-        for task, result in tasks.items():
-            if result is None:
-                continue
-            table, best = TaskTable(result), dict[str, Point]()  # by kind
-            for point in sorted(table.points(), key=lambda point: -point.value):
-                best.setdefault(point.kind, point)
-            if "model" in best:
-                row, value, sd, _ = best["model"]
-                standing = Standing(
-                    *(run.name, dataset, task, result["metric"], row, value, sd or 0.0),
-                    regression=_difference(result, row),
-                    baseline=best["baseline"][:2] if "baseline" in best else None,
-                    outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
-                    gap=table.gap["words"] if table.gap and table.gap["model"] else None,
-                )
-                found.append(standing)
-                break
+        standing = Standing(
+            run=run.name,
+            dataset=dataset,
+            task=task,
+            metric=table.metric,
+            row=row.name,
+            value=row.value,
+            sd=row.sd or 0.0,
+            regression=_difference(entry["tasks"][task], row.name),
+            baseline=baseline and (baseline.name, baseline.value),
+            outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
+            gap=table.gap["words"] if table.gap and table.gap["model"] else None,
+        )
+        found.append(standing)
     top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
     return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
 
@@ -196,9 +198,9 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
                 for row in TaskTable(entry).points():
                     if row.kind == "model":
                         series.setdefault(row.name, []).append((step, row.value))
-        if baselines := [(row.value, row.name) for row in final.points() if row.kind == "baseline"]:
-            value, name = max(baselines)
-            series[f"{name} (best baseline)"] = [(min(evaluations), value), (max(evaluations), value)]
+        if baseline := final.best_of("baseline"):
+            ends = min(evaluations), max(evaluations)
+            series[f"{baseline.name} (best baseline)"] = [(step, baseline.value) for step in ends]
         if any(len(points) > 1 for points in series.values()):
             metric = final.metric.replace("_", " ")
             title = f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps"

@@ -84,21 +84,24 @@ def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
     about = {"run": run.name, **values}
     about |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
     about |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
-    found: list[tuple[Measure, str, Any, Any]] = []  # with kind, value and sd
+    rows: list[Row] = []
+
+    def add(measure: Measure, kind: str, value: float, sd: float | None = None) -> None:
+        dataset, task, name, metric = measure
+        named = {"dataset": dataset, "task": task, "name": name, "kind": kind, "metric": metric}
+        rows.append({**about, **named, "value": value, "sd": sd})
+
     if (loss := (run.status or {}).get("best_val_loss")) is not None:
-        found.append((LOSS, "model", loss, None))
+        add(LOSS, "model", loss)
     for _, dataset, entry in evaluated_datasets([run]):
         for task, result in entry["tasks"].items():
             for name, value, sd, kind in TaskTable(result).points():
-                found.append(((dataset, task, name, result["metric"]), kind, value, sd))
-            for key, value in {} if result["metric"] else result["figures"].items():
-                if isinstance(value, int | float):
-                    found.append(((dataset, task, NO_ROW, key), "model", value, None))
-    keys = ("dataset", "task", "name", "kind", "metric", "value", "sd")
-    return [
-        about | dict(zip(keys, (dataset, task, name, kind, metric, value, sd)))
-        for (dataset, task, name, metric), kind, value, sd in found
-    ]
+                add((dataset, task, name, result["metric"]), kind, value, sd)
+            if not result["metric"]:
+                for key, value in result["figures"].items():
+                    if isinstance(value, int | float):
+                        add((dataset, task, NO_ROW, key), "model", value)
+    return rows
 
 
 def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:

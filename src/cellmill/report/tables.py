@@ -36,7 +36,13 @@ class TaskTable:
     @property
     def best(self) -> str | None:
         """Name of the row with the highest metric; None where no metric ranks the rows."""
-        return max(self.points(), key=lambda point: point.value).name if self.points() else None
+        best = self.best_of("model", "baseline", "external", "variant")
+        return best and best.name
+
+    def best_of(self, *kinds: str) -> Point | None:
+        """The row of these kinds with the highest metric; None without one."""
+        rows = [point for point in self.points() if point.kind in kinds]
+        return max(rows, key=lambda point: point.value, default=None)
 
     @property
     def grid(self) -> dict[str, dict[str, Point]]:

@@ -35,7 +35,7 @@ from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
 from cellmill.evaluate.predict import LABEL, NO_VALIDATION, classifiers_of, count_labels, predict_heads, thresholds_of
 from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
-from cellmill.files import sha256_file, write_json
+from cellmill.files import refuse_overwriting, sha256_file, write_json
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
 from cellmill.train.telemetry import memory_bytes
 
@@ -77,9 +77,9 @@ def _checked_input(input: Path | str, out: Path, append: bool) -> Path:
     """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or nothing appended."""
     check_h5ad(out, "--out")
     path = local_input(input)
-    if not append and out.resolve() == path.resolve():
-        raise ConfigError(f"--out {out} is --input; add --append to keep all that is in it")
-    if append and path.suffix != ".h5ad":
+    if not append:
+        refuse_overwriting(out, [("--input", path)], remedy="add --append to keep all that is in it")
+    elif path.suffix != ".h5ad":
         raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
     return path
 

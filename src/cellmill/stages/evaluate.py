@@ -59,7 +59,7 @@ from cellmill.evaluate.task import (
 )
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
-from cellmill.files import progress, sha256_file, write_json
+from cellmill.files import progress, refuse_overwriting, sha256_file, write_json
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -255,8 +255,7 @@ def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, count
     """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out` (.h5ad)."""
     check_h5ad(out, "--out")
     path, section = local_input(input), options.knock_out
-    if out.resolve() == path.resolve():
-        raise ConfigError(f"--out {out} is --input, whose counts would be lost; name another file")
+    refuse_overwriting(out, [("--input", path)])
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
         shifts, embedding = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
