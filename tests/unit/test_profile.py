@@ -13,7 +13,7 @@ import yaml
 from snakemake.cli import parse_set_resources
 from snakemake.profiles import ProfileConfigFileParser
 
-from cellmill.arguments import add_machine
+from cellmill.arguments import machine
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
@@ -104,7 +104,8 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     [called] = re.findall(r" cellmill train (.*) 2>&1", done.stdout)
     flags = shlex.split(called.replace('"$(', "").replace(')"', ""))
     parser = ArgumentParser()
-    add_machine(parser, Machine.model_fields)
+    for flag, options in machine(Machine.model_fields):
+        parser.add_argument(flag, **options)
     given = vars(parser.parse_known_args(flags)[0])
     assert read_profile("one").machine() == check_options(Machine, given, "the rule's flags")
 

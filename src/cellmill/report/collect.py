@@ -163,7 +163,8 @@ class ReportedCorpus:
 
 def read_run(folder: Path) -> ReportedRun:
     """The run in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
-    train, umap = _existing(folder, "run") / "train", defaultdict(list)
+    train = _existing(folder, "run") / "train"
+    umap = defaultdict(list)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
     lines = read_lines(train / "metrics.jsonl")

@@ -134,11 +134,14 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """
     plan, status = run.plan or {}, run.status or {}
     last = {key: value for line in run.lines for key, value in line.items()}
-    peaks: dict[str, tuple[float | None, int | None]] = {}  # of each kind, and its rank
-    for key in ("peak_allocated_gb", "peak_resident_gb"):
-        values = [(peak, rank) for line in run.lines for rank, peak in enumerate(line.get(key, []))]
-        peaks[key] = max(values, default=(None, None))
-    (tensors, of_tensors), (process, of_process) = peaks.values()
+
+    def peak(key: str) -> tuple[float | None, int | None]:
+        """The largest memory, GB, and its rank."""
+        values = [(gb, rank) for line in run.lines for rank, gb in enumerate(line.get(key, []))]
+        return max(values, default=(None, None))
+
+    tensors_gb, tensors_rank = peak("peak_allocated_gb")
+    process_gb, process_rank = peak("peak_resident_gb")
     fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
     waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
     wall_s = status.get("wall_s")
@@ -148,9 +151,9 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
-        ("largest memory of tensors of a rank, GB", planned_gb, tensors),
-        ("largest memory of a process with its libraries, GB", None, process),
-        ("rank with the largest memory", None, of_process if of_tensors is None else of_tensors),
+        ("largest memory of tensors of a rank, GB", planned_gb, tensors_gb),
+        ("largest memory of a process with its libraries, GB", None, process_gb),
+        ("rank with the largest memory", None, process_rank if tensors_rank is None else tensors_rank),
         ("steps skipped as not finite", None, status.get("skipped_steps")),
         ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
@@ -176,8 +179,11 @@ def _energy_kwh(run: ReportedRun) -> float | None:
 
 def _cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
-    totals, units = (run.cost or {}).get("totals") or {}, {"gpu_hours": "GPU-hours", "cpu_core_hours": "core-hours"}
-    return next((f"{float(f'{totals[key]:.2g}'):g} {unit}" for key, unit in units.items() if totals.get(key)), None)
+    totals = (run.cost or {}).get("totals") or {}
+    for key, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
+        if hours := totals.get(key):
+            return f"{float(f'{hours:.2g}'):g} {unit}"
+    return None
 
 
 def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:

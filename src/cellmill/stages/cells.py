@@ -200,10 +200,12 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
     shards = Manifest.read(manifest)
     files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
     cells = pd.Index(np.concatenate([read_names(path, "obs") for path in files]))
-    table, models, labels = np.full((len(cells), 0), np.nan, np.float32), set[str](), set[str]()
+    table = np.empty((len(cells), 0), np.float32)
+    models, labels = set[str](), set[str]()
     for path in embeddings:
         names, vectors, about = read_vectors(path)
-        table = table if table.shape[1] else np.full((len(cells), vectors.shape[1]), np.nan, np.float32)
+        if not models:  # the first gives the width
+            table = np.full((len(cells), vectors.shape[1]), np.nan, np.float32)
         models.add(str(about.get("model_digest", "")))
         if len(models) > 1 or vectors.shape[1] != table.shape[1]:
             raise DataError(f"{path}: its vectors are of another model than {embeddings[0]}'s; embed both by one model")
