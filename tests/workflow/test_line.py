@@ -486,14 +486,14 @@ def test_runs_name_their_machines_of_which_a_command_changes_single_keys(project
         "plan --nodes 1-2 --nproc-per-node 2 --mem-mb 9000 --device h100",
     }
     # what the command sets for train holds for all; one machine is changed by its name
-    typed = ["--set-resources", "train:nodes=3", "train.h100:slurm_partition=new", "embed:runtime=19"]
+    typed = ["--set-resources", "train:nodes=1", "train.h100:slurm_partition=new", "embed:runtime=19"]
     for given in ("--profile", "--workflow-profile"):
         shown = project.ran(given, "machine", *dry, *typed, profile=None)
         assert flags_by_run(shown) == {
-            "tiny": "launcher=slurm nodes=3 nproc-per-node=2 slurm-partition=gpu-a gpus-per-node=a100:2 mem-mb=9000 "
-            "plan --nodes 3 --nproc-per-node 2 --mem-mb 9000 --device a100",
-            "big": "launcher=slurm nodes=3 nproc-per-node=2 slurm-partition=new qos=long gres=gpu:h100:2 mem-mb=9000 "
-            "plan --nodes 3 --nproc-per-node 2 --mem-mb 9000 --device h100",
+            "tiny": "launcher=slurm nproc-per-node=2 slurm-partition=gpu-a gpus-per-node=a100:2 mem-mb=9000 "
+            "plan --nodes 1 --nproc-per-node 2 --mem-mb 9000 --device a100",
+            "big": "launcher=slurm nproc-per-node=2 slurm-partition=new qos=long gres=gpu:h100:2 mem-mb=9000 "
+            "plan --nodes 1 --nproc-per-node 2 --mem-mb 9000 --device h100",
         }
         assert re.search(r"^ +resources: .*runtime=19,.* constraint=big", shown, re.M)
     project.write_config(runs={"tiny": {"corpus": "sim", "machine": "h10"}})
