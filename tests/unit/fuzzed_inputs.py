@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,86 +45,77 @@ def write_bases(folder: Path) -> None:
     matrix_market(counts, folder / "market")
 
 
-def mutate(path: Path, random: np.random.Generator) -> str:
-    """Damage an input in place; return what was done."""
+def pick(random: np.random.Generator, items: Sequence[Any]) -> Any:
+    return items[int(random.integers(len(items)))]
+
+
+def mutate(path: Path, random: np.random.Generator) -> None:
+    """Damage an input in place."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    file = files[int(random.integers(len(files)))]
-    kinds: list[Callable[[Path, np.random.Generator], str]] = [_flip, _cut, _flip]
+    file = pick(random, files)
+    kinds = [_flip, _cut, _flip]
     if h5py.is_hdf5(file):
         kinds += [_change_h5] * 9
     if file.suffix == ".json" or file.name.startswith(".z"):
         kinds += [_change_json] * 9
-    return f"{file.name}: {kinds[int(random.integers(len(kinds)))](file, random)}"
+    pick(random, kinds)(file, random)
 
 
-def _flip(file: Path, random: np.random.Generator) -> str:
+def _flip(file: Path, random: np.random.Generator) -> None:
     content = bytearray(file.read_bytes() or b"x")
-    places = random.integers(0, len(content), int(random.integers(1, 12))).tolist()
-    for place in places:
-        content[place] = int(random.integers(256))
+    for position in random.integers(0, len(content), int(random.integers(1, 12))).tolist():
+        content[position] = int(random.integers(256))
     file.write_bytes(content)
-    return f"bytes {sorted(places)}"
 
 
-def _cut(file: Path, random: np.random.Generator) -> str:
+def _cut(file: Path, random: np.random.Generator) -> None:
     content = file.read_bytes()
     stop = int(random.integers(len(content) + 1))
     file.write_bytes(content[:stop] + bytes(int(random.integers(2)) * (len(content) - stop)))
-    return f"after {stop}"
 
 
-def _change_json(file: Path, random: np.random.Generator) -> str:
+def _change_json(file: Path, random: np.random.Generator) -> None:
     value = json.loads(file.read_text())
-    places: list[tuple[Any, Any]] = []
+    entries: list[tuple[Any, Any]] = []
 
     def collect(item: Any) -> None:
         for key in item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ():
-            places.append((item, key))
+            entries.append((item, key))
             collect(item[key])
 
     collect(value)
-    if not places:
-        return "nothing"
-    owner, key = places[int(random.integers(len(places)))]
-    odd = ODD[int(random.integers(len(ODD)))]
-    owner[key] = None if isinstance(odd, bytes) else odd
-    file.write_text(json.dumps(value))
-    return f"{key} = {owner[key]!r}"
+    if entries:
+        owner, key = pick(random, entries)
+        odd = pick(random, ODD)
+        owner[key] = None if isinstance(odd, bytes) else odd
+        file.write_text(json.dumps(value))
 
 
-def _change_h5(file: Path, random: np.random.Generator) -> str:
+def _change_h5(file: Path, random: np.random.Generator) -> None:
+    """One of six changes to an object: none of it, an attribute, a value, a loop, a huge array, another array."""
     with h5py.File(file, "a") as opened:
         names: list[str] = []
         opened.visit(names.append)
-        name = names[int(random.integers(len(names)))]
-        kind = int(random.integers(6))
-        odd = ODD[int(random.integers(len(ODD)))]
-        if kind == 0:
-            del opened[name]
-            return f"no {name}"
-        if kind == 1 and len(opened[name].attrs):
-            keys = sorted(opened[name].attrs)
-            key = keys[int(random.integers(len(keys)))]
-            opened[name].attrs[key] = odd
-            return f"{name} @{key} = {odd!r}"
-        if kind == 2 and isinstance(opened[name], h5py.Dataset) and opened[name].ndim:
-            stored = opened[name]
+        name, kind, odd = pick(random, names), int(random.integers(6)), pick(random, ODD)
+        stored = opened[name]
+        attributes = dict(stored.attrs)
+        if kind == 1 and attributes:
+            stored.attrs[pick(random, sorted(attributes))] = odd
+            return
+        if kind == 2 and isinstance(stored, h5py.Dataset) and stored.ndim and stored.dtype.kind in "iuf":
             flat = stored[()].reshape(-1)
-            if flat.dtype.kind in "iuf":
-                flat[int(random.integers(len(flat)))] = random.choice([0, 1, 100, 127, 11, 23])
-                stored[...] = flat.reshape(stored.shape)
-                return f"a value of {name}"
-        attributes = dict(opened[name].attrs)
+            flat[int(random.integers(len(flat)))] = random.choice([0, 1, 100, 127, 11, 23])
+            stored[...] = flat.reshape(stored.shape)
+            return
         del opened[name]
         if kind == 3:
             opened[name] = h5py.SoftLink(f"/{name}")
-            return f"{name} is a loop"
-        if kind == 4:
+        elif kind == 4:
             opened.create_dataset(name, (int(random.choice([10**6, 10**12])),), "i4", chunks=(4096,))
-        else:
+        elif kind != 0:
             opened[name] = odd
-        opened[name].attrs.update(attributes)
-        return f"{name} = {odd!r}" if kind == 5 else f"{name} is huge"
+        if kind not in (0, 3):
+            opened[name].attrs.update(attributes)
 
 
 def read_whole(path: Path) -> None:
@@ -172,10 +163,10 @@ def main() -> int:
             work.mkdir()
             path = work / base.name
             shutil.copytree(base, path) if base.is_dir() else shutil.copy(base, path)
-            done = mutate(path, random)
+            mutate(path, random)
             if (status := in_process(lambda path=path: read_whole(path))) != 0:  # type: ignore[misc]
                 failed += 1
-                print(f"seed {seed} file {number}: {base.name}, {done}: exit {status}", file=sys.stderr)
+                print(f"seed {seed} file {number}: {base.name}: exit {status}", file=sys.stderr)
     print(f"{files - failed} of {files} are read or refused in one line")
     return int(failed > 0)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     return run
 
 
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    return geneformer_folder(tmp_path / "published", GENES, "V2")
+
+
 def saved(folder: Path, cells: list[list[int]], **columns: Any) -> Path:
     """A dataset as `datasets.Dataset.save_to_disk` writes it, in two files."""
     arrow = pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
@@ -61,20 +67,14 @@ def saved(folder: Path, cells: list[list[int]], **columns: Any) -> Path:
     return folder
 
 
-def ranks(n: int) -> list[list[str]]:
+def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_that_order(
+    tmp_path: Path, published: Path
+) -> None:
     rng = np.random.RandomState(4)
-    return [[GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(n)]
-
-
-def tokens_of(cells: list[list[str]]) -> list[list[int]]:
-    return [[NUMBERS["<cls>"], *(NUMBERS[gene] for gene in cell), NUMBERS["<eos>"]] for cell in cells]
-
-
-def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_that_order(tmp_path: Path) -> None:
-    cells = ranks(12)
-    published = geneformer_folder(tmp_path / "published", GENES, "V2")
+    cells = [[GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(12)]
+    tokens = [[NUMBERS["<cls>"], *(NUMBERS[gene] for gene in cell), NUMBERS["<eos>"]] for cell in cells]
     types = [f"type{i % 2}" for i in range(11)] + [None]
-    folder = saved(tmp_path / "cells.dataset", tokens_of(cells), cell_type=types, nested=[[1]] * 12)
+    folder = saved(tmp_path / "cells.dataset", tokens, cell_type=types, nested=[[1]] * 12)
     out = tmp_path / "raw.h5ad"
     assert main(["convert", "geneformer", str(folder), "--dictionaries", str(published), "--out", str(out)]) == 0
     made = tmp_path / "cells" / "cells.h5ad"
@@ -92,15 +92,15 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
     shard = Shard(val_frac=0, test_frac=0)
     manifest = write_shards([made], vocabulary, shard, tmp_path / "shards" / "manifest.json")
     assert Manifest.read(manifest.path).ranked
-    tokens = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
+    ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
     given: dict[str, Any] = {"global_batch": 4, "token_budget": 64, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
-    stream = CellStream(manifest.path, "train", tokens, Stream(lanes=1), **given)
+    stream = CellStream(manifest.path, "train", ranked, Stream(lanes=1), **given)
     batches = [batch for step in stream for batch in step]
     got = [b.genes[s:e].tolist() for b in batches for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])]
     rows = [[vocabulary.gene_ids.index(gene) + len(SPECIAL) for gene in cell][:8] for cell in kept]
     assert sorted(got) == sorted(rows)
     with pytest.raises(ConfigError, match=r"it has ranks without counts, which the objective needs; set obj"):
-        check_rows(tokens, manifest, "shards", counted=True)
+        check_rows(ranked, manifest, "shards", counted=True)
     for other in ("continuous", "binned", "sequence"):
         with pytest.raises(ConfigError, match=rf"ranks without counts, tokens\.tokenizer is {other}; set rank"):
             check_rows(Tokens.model_validate({"tokenizer": other}), manifest, "shards")
@@ -130,15 +130,14 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
     ],
 )
 def test_tokens_that_are_no_ranks_are_refused(
-    cells: list[list[int]], message: str, tmp_path: Path, refused: Refused
+    cells: list[list[int]], message: str, tmp_path: Path, refused: Refused, published: Path
 ) -> None:
-    published = geneformer_folder(tmp_path / "published", GENES, "V2")
-    folder = saved(tmp_path / "cells.dataset", cells)
-    assert message in refused("geneformer", folder, "--dictionaries", published)
+    assert message in refused("geneformer", saved(tmp_path / "cells.dataset", cells), "--dictionaries", published)
 
 
-def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(tmp_path: Path, refused: Refused) -> None:
-    published = geneformer_folder(tmp_path / "published", GENES, "V2")
+def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(
+    tmp_path: Path, refused: Refused, published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path / "cells.dataset", [[5, 6], [7], [8, 9]])
     given = ("geneformer", folder, "--dictionaries", published)
     data, state = folder / "data-00001-of-00002.arrow", folder / "state.json"
@@ -150,6 +149,8 @@ def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(tmp_path: Pat
     assert "state.json: '../other.arrow' is outside the folder" in refused(*given)
     state.write_text(json.dumps({"_data_files": [], "_indices_files": [{"filename": "indices.arrow"}]}))
     assert "a selection of another dataset; call flatten_indices() and save it again" in refused(*given)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "this input requires pyarrow, which is missing: pip install 'cellmill[arrow]'" in refused(*given)
 
 
 def shards_of_scmodelforge(folder: Path, counts: np.ndarray, dtype: type = np.float32) -> tuple[Path, Path]:
@@ -201,12 +202,3 @@ def test_shards_of_scmodelforge_are_the_counts_they_were_made_of(tmp_path: Path,
     assert "shard_001: gene index 2 is not in the gene vocabulary: damaged" in refused(*given, tmp_path / "genes.json")
     np.save(folder / "shard_000" / "X.npy", np.array([[{}]] * 5), allow_pickle=True)
     assert "shard_000/X.npy: damaged: " in refused(*given, tmp_path / "genes.json")
-
-
-def test_without_pyarrow_a_conversion_names_the_extra(
-    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    published = geneformer_folder(tmp_path / "published", GENES, "V2")
-    text = refused("geneformer", tmp_path, "--dictionaries", published)
-    assert "this input requires pyarrow, which is missing: pip install 'cellmill[arrow]'" in text

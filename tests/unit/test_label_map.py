@@ -18,6 +18,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.files import read_json
 from tests.unit.small_corpus import prepare_by_commands
+from tests.unit.test_named_files import write_config
 
 Make = Callable[..., Path]
 N, GENES = 24, ["TP53", "MYC", "BRCA2", "DPM1"]
@@ -65,9 +66,8 @@ def test_mapped_labels_have_the_name_of_the_table_and_others_stay(raw: Path, tmp
 def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_path: Path) -> None:
     with open_counts(raw) as reader:
         kinds = sorted(set(reader.obs["kind"].dropna().astype(str)))
-        coarse, fine = tmp_path / "coarse.tsv", tmp_path / "fine.tsv"
-        coarse.write_text("from\tto\n" + "".join(f"{kind}\tall\n" for kind in kinds))
-        fine.write_text(f"from\tto\n{kinds[0]}\tfirst\n")
+        coarse = _map(tmp_path, "from\tto\n" + "".join(f"{kind}\tall\n" for kind in kinds), "coarse.tsv")
+        fine = _map(tmp_path, f"from\tto\n{kinds[0]}\tfirst\n", "fine.tsv")
         given = {"label": "kind|kind|kind", "label_name": "coarse|fine|kind", "label_map": f"{coarse}|{fine}|"}
         obs = choose_obs(reader, None, ObsColumns.model_validate(given)).obs
     assert set(obs["coarse"].dropna()) == {"all"}
@@ -86,49 +86,42 @@ def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(raw: Pat
     assert renamed["cell_type"].tolist() == ad.read_h5ad(raw).obs["kind"].tolist()
 
 
-WRONG = {
-    "unknown label": (
-        "from\tto\nT\tT cell\nHSK\tstem\n",
-        "{map}, line 3: no cell of {raw} has label 'HSK' in obs column 'kind'; did you mean 'HSC'?",
-    ),
-    "duplicate": (
-        "from\tto\nT\tT cell\n\nT\tT lymphocyte\n",
-        "{map}, line 4: 'T' is also in line 2; remove one",
-    ),
-    "no label": ("from\tto\n\tT cell\n", "{map}, line 2: expected a label in column from, got none; fill it in"),
-    "empty": (
-        "from\tto\n",
-        "{map}: no labels; add a line with the columns from and to for each label to rename",
-    ),
-    "no column": ("from\nT\n", "{map}: expected the columns from, to, got no 'to'; add it"),
-    "other column": ("from\tinto\nT\tx\n", "{map}: unknown column 'into'; did you mean"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "T\tT cell\nHSK\tstem\n",
+            ", line 3: no cell of {raw} has label 'HSK' in obs column 'kind'; did you mean 'HSC",
+        ),
+        ("T\tT cell\n\nT\tT lymphocyte\n", ", line 4: 'T' is also in line 2; remove one"),
+        ("\tT cell\n", ", line 2: expected a label in column from, got none; fill it in"),
+        ("", ": no labels; add a line with the columns from and to for each label to rename"),
+        ("from\nT\n", ": expected the columns from, to, got no 'to'; add it"),
+        ("from\tinto\nT\tx\n", ": unknown column 'into'; did you mean"),
+    ],
+)
 def test_a_wrong_map_is_an_error_of_its_line_before_and_in_the_stage(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
-    text, message = WRONG[case]
     monkeypatch.chdir(tmp_path)
-    path = _map(tmp_path, text)
-    message = message.format(map="map.tsv", raw=raw)
+    path = _map(tmp_path, text if text.startswith("from") else f"from\tto\n{text}")
+    message = "map.tsv" + message.format(raw=raw)
     with open_counts(raw) as reader, pytest.raises(UserError) as caught:
         choose_obs(reader, None, ObsColumns(label="kind", label_map=path.name))
     assert str(caught.value).startswith(message)
     with pytest.raises(UserError) as caught:
-        check_datasets(load_config(_config(tmp_path, f"one\t{raw}\tkind\tcell_type\tmap.tsv\n")))
+        check_datasets(load_config(write_config(tmp_path, OPTIONS, one=_row(raw, "kind", "map.tsv"))))
     assert str(caught.value).startswith(message)
 
 
-def _config(folder: Path, rows: str) -> Path:
-    (folder / "t.tsv").write_text(f"dataset\tpath\tlabel\tlabel_name\tlabel_map\n{rows}")
-    (folder / "c.yaml").write_text(
-        f"corpora: {{c: {{table: {folder}/t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n"
-        "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: []}\nshard: {cells_per_shard: 64}\n"
-        "objective: {name: classification, label_column: cell_type}\n"
-    )
-    return folder / "c.yaml"
+OPTIONS = (
+    "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: []}\nshard: {cells_per_shard: 64}\n"
+    "objective: {name: classification, label_column: cell_type}\n"
+)
+
+
+def _row(path: Path, label: str, label_map: str | Path) -> dict[str, object]:
+    return {"path": path, "label": label, "label_name": "cell_type", "label_map": label_map}
 
 
 def test_columns_that_do_not_fit_the_labels_are_refused(raw: Path, tmp_path: Path) -> None:
@@ -146,7 +139,7 @@ def test_columns_that_do_not_fit_the_labels_are_refused(raw: Path, tmp_path: Pat
             choose_obs(reader, None, ObsColumns(label="batch", batch="kind", label_map=str(path)))
         renamed = choose_obs(reader, [], ObsColumns(label="batch", label_name="lane", batch="kind")).obs
     assert (list(renamed), set(renamed["lane"])) == (["batch", "lane"], {"T"})
-    pipeline = load_config(_config(tmp_path, f"one\t{raw}\tkind\tcell_type\tnone.tsv\n"))
+    pipeline = load_config(write_config(tmp_path, OPTIONS, one=_row(raw, "kind", "none.tsv")))
     check_datasets(pipeline)
     with pytest.raises(UserError, match=r"t\.tsv: dataset one: label_map: none\.tsv: no such file$"):
         check_inputs(pipeline)
@@ -157,13 +150,10 @@ def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
 ) -> None:
     first = _dataset(make_h5ad, "first", {"kind": ["T", "B"] * (N // 2)})
     second = _dataset(make_h5ad, "second", {"annotation": ["T lymphocyte", "B cell", "HSC"] * (N // 3)})
-    one, two = (
-        _map(tmp_path, "from\tto\nT\tT cell\nB\tB cell\n", "1.tsv"),
-        _map(tmp_path, "from\tto\nT lymphocyte\tT cell\n", "2.tsv"),
-    )
-    config = _config(
-        tmp_path, f"first\t{first}\tkind\tcell_type\t{one}\nsecond\t{second}\tannotation\tcell_type\t{two}\n"
-    )
+    one = _map(tmp_path, "from\tto\nT\tT cell\nB\tB cell\n", "1.tsv")
+    two = _map(tmp_path, "from\tto\nT lymphocyte\tT cell\n", "2.tsv")
+    rows = {"first": _row(first, "kind", one), "second": _row(second, "annotation", two)}
+    config = write_config(tmp_path, OPTIONS, **rows)
     pipeline = load_config(config)
     check_datasets(pipeline)
     pipeline.check_datasets("c.yaml")

@@ -21,6 +21,7 @@ from cellmill.data.prepare.obs import choose_obs
 from cellmill.errors import DataError, UserError
 from tests.unit.small_corpus import prepare_by_commands
 from tests.unit.test_inputs import FORMATS
+from tests.unit.test_named_files import write_config
 
 Make = Callable[..., Path]
 N = 40
@@ -52,11 +53,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.chdir(tmp_path)
 
     def run(path: Path | str, options: str = "", **columns: str) -> None:
-        row = {"dataset": "one", "path": str(path), **columns}
-        Path("t.tsv").write_text("\t".join(row) + "\n" + "\t".join(row.values()) + "\n")
-        corpus = "corpora: {c: {table: t.tsv}}\nruns: {r: {corpus: c}}\ntrain: {steps: 1}\n"
-        Path("c.yaml").write_text(corpus + options)
-        check_datasets(load_config(Path("c.yaml")))
+        check_datasets(load_config(write_config(Path(), options, one={"path": path, **columns})))
 
     return run
 
@@ -100,16 +97,16 @@ def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "a label": ({"label": "gide"}, "no obs column 'gide' (the dataset's label); did you mean 'guide'?"),
     "one of two labels": (
         {"label": "guide | asay"},
         "no obs column 'asay' (the dataset's label); did you mean 'assay'?",
     ),
-    "a role": (
-        {"donor": "patient"},
-        "no obs column 'patient' (the dataset's donor); there are: assay, is_primary_data",
+    "a role": ({"donor": "man"}, "no obs column 'man' (the dataset's donor); there are: assay, is_primary_data"),
+    "a column": ({"filter": "assy == 'a'"}, "no obs column 'assy' (the dataset's filter); did you mean 'assay'?"),
+    "a control": (
+        {"perturbation": "guide", "control": "nt"},
+        "no 'nt' (the dataset's control) in obs column 'guide'; did you mean 'NT'?",
     ),
-    "a filter": ({"filter": "assy == 'a'"}, "no obs column 'assy' (the dataset's filter); did you mean 'assay'?"),
     "a value": (
         {"filter": "assay == '10x 3 v3'"},
         "filter \"assay == '10x 3 v3'\" keeps none of 40 cells: "
@@ -117,32 +114,31 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     ),
     "no condition": ({"filter": "age"}, "filter 'age' is not a condition: age is int64; compare it with a value"),
     "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
-    "a control": (
-        {"perturbation": "guide", "control": "nt"},
-        "no cell has 'nt' (the dataset's control) in obs column 'guide'; did you mean 'NT'?",
-    ),
     "a dose": ({"dose": "assay"}, "obs column 'assay' (the dataset's dose) expected numbers, got "),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_column_is_named_before_counts_are_read(raw: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns, message = WRONG[case]
+def test_a_wrong_column_is_named_before_anything_runs_and_before_counts_are_read(
+    raw: Path, case: str, check: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, fault = WRONG[case]
     monkeypatch.setattr(CountsReader, "rows", lambda *_: pytest.fail("counts were read"))
     with open_counts(raw) as reader, pytest.raises(DataError) as caught:
         choose_obs(reader, None, ObsColumns.model_validate(columns))
-    assert str(caught.value).startswith(f"{raw}: {message}")
+    assert str(caught.value).startswith(f"{raw}: {fault}")
     assert "\n" not in str(caught.value)
+    if fault.startswith("no "):  # a name, which is looked for before anything runs
+        fault = fault.replace("the dataset's ", "")
+        with pytest.raises(UserError) as early:
+            check(raw, **columns)
+        assert str(early.value).startswith(f"t.tsv: dataset one: {raw} has {fault}")
 
 
 def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: pd.DataFrame, tmp_path: Path) -> None:
-    table = "dataset\tpath\tlabel\tfilter\tbatch\tperturbation\tcontrol\tdose\n"
-    (tmp_path / "t.tsv").write_text(f"{table}one\t{raw}\tassay|in text\tage > 20\tlane\tguide\tNT\tnM\n")
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"corpora: {{c: {{table: {tmp_path}/t.tsv}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n"
-        "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
-    )
+    row = {"path": raw, "label": "assay|in text", "filter": "age > 20", "batch": "lane", "perturbation": "guide"}
+    options = "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
+    config = write_config(tmp_path, options, one=row | {"control": "NT", "dose": "nM"})
     [cells], manifest = prepare_by_commands(config, tmp_path)
     wanted = obs[obs["age"] > 20]
     got = ad.read_h5ad(cells).obs
@@ -180,6 +176,8 @@ def test_a_dataset_has_options_of_its_own() -> None:
     assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
     with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):
         ObsColumns(control="NT")
+    with pytest.raises(ValueError, match="orthologs is read with reference_organism alone"):
+        Preprocess(orthologs="x.tsv")
 
 
 @pytest.mark.parametrize("form", ["zarr 2 csr_matrix", "zarr 3 csr_matrix", "loom"])
@@ -240,12 +238,8 @@ def test_repeated_names_of_cells_are_found_before_anything_runs(
     )
 
 
-WHERE = "t.tsv: dataset one: {raw} has no "
 CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
-    "label": ({"label": "cel_type"}, "", f"{WHERE}obs column 'cel_type' (label)"),
-    "filter": ({"filter": "asay == 'a'"}, "", f"{WHERE}obs column 'asay' (filter)"),
-    "counts": ({"counts": "spliced"}, "", f"{WHERE}matrix 'spliced' (counts)"),
-    "control": ({"perturbation": "guide", "control": "No"}, "", f"{WHERE}'No' (control) in obs column 'guide'"),
+    "counts": ({"counts": "spliced"}, "", "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)"),
     "keep_obs": ({}, "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),
     "split": ({}, "shard: {split_by: donor}", "corpora.c.shard.split_by: not all datasets have an obs"),
     "covariate": (
@@ -257,16 +251,13 @@ CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CHECKED)
-def test_columns_are_looked_for_before_anything_runs(raw: Path, check: Callable[..., None], case: str) -> None:
+def test_names_of_options_are_looked_for_before_anything_runs(raw: Path, check: Callable[..., None], case: str) -> None:
     columns, options, message = CHECKED[case]
     with pytest.raises(UserError) as caught:
         check(raw, options, **columns)
     assert str(caught.value).startswith(message.format(raw=raw))
     check("not-made-yet.h5ad", options, **columns)  # left to stage preprocess
-
-
-def test_columns_that_the_table_gives_are_known_before_anything_runs(raw: Path, check: Callable[..., None]) -> None:
-    check(raw, "shard: {split_by: donor}", donor="lane", label="guide")
+    check(raw, "shard: {split_by: donor}", donor="lane", label="guide")  # a column that the table gives is known
 
 
 def test_fractional_counts_are_rounded_when_asked_and_normalised_ones_are_not(make_h5ad: Make, tmp_path: Path) -> None:
@@ -285,8 +276,3 @@ def test_fractional_counts_are_rounded_when_asked_and_normalised_ones_are_not(ma
                 list(reader.rows())
     with open_counts(tmp_path / "rsem.h5ad") as reader, pytest.raises(DataError, match="is fractional"):
         list(reader.rows())
-
-
-def test_options_of_columns_name_the_way_out() -> None:
-    with pytest.raises(ValueError, match="orthologs is read with reference_organism alone"):
-        Preprocess(orthologs="x.tsv")

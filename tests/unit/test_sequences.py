@@ -20,6 +20,7 @@ from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, plac
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
+from cellmill.files import read_json
 from cellmill.stages import cells as embed
 from cellmill.stages import data as preprocess
 from tests.unit.exported import export_model, make_corpus
@@ -58,7 +59,7 @@ def fasta(tmp_path: Path) -> Path:
     return path
 
 
-def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path) -> None:
+def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path, tmp_path: Path) -> None:
     with open_dataset(fasta) as reader:
         assert decoded(reader.rows(2)) == [UBIQUITIN, INSULIN_A, UBIQUITIN, "", INSULIN_B, "MXU"]
         obs = reader.obs
@@ -66,59 +67,53 @@ def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path)
     assert list(obs["OS"].dropna()) == ["Homo sapiens", "Mus musculus"]
     assert list(obs["chain"].dropna()) == ["A", "B"]
     assert obs["description"].iloc[0] == "Polyubiquitin-B"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (">a\nMKV-L\n", "record 'a': expected a residue (ABCDEFGHIKLMNOPQRSTUVWXYZ) at 4, got '-'; remove gaps, and"),
-        ("MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
-        (">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
-        ("\n", "empty: no record"),
-        (">a\n" + "ACGT" * 26, "has no other letter than A, C, G, T, U and N; expected proteins: translate it"),
-        (">a\rMKV\r>b\rMKL\r", "expected lines that end with \\n or \\r\\n, got \\r alone; convert it"),
-    ],
-)
-def test_a_file_that_is_no_fasta_of_proteins_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.fa").write_bytes(text.encode())
-    with pytest.raises(DataError) as caught:
-        list(open_dataset(tmp_path / "bad.fa").rows())
-    assert f"{tmp_path}/bad.fa: {message}" in str(caught.value)
-
-
-def test_a_name_ends_at_a_tab_and_no_field_is_the_reserved_index(tmp_path: Path) -> None:
+    # a name ends at a tab, and `_index` is reserved in .h5ad
     (tmp_path / "tabs.fa").write_text(">a\tOS=Homo sapiens\tchain=A\nMKV\n>b _index=3 chain=B\nMKL\n")
     with open_dataset(tmp_path / "tabs.fa") as reader:
         obs = reader.obs
-    assert list(obs.index) == ["a", "b"]
-    assert list(obs["chain"]) == ["A", "B"]
+    assert (list(obs.index), list(obs["chain"])) == (["a", "b"], ["A", "B"])
     assert obs["OS"].iloc[0] == "Homo sapiens"
     assert "_index" not in obs
 
 
-def test_a_truncated_gzip_file_is_named(fasta: Path) -> None:
-    fasta.write_bytes(fasta.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"few\.fasta.gz: damaged: Compressed file ended before"):
-        open_dataset(fasta)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b">a\nMKV-L\n", "record 'a': expected a residue (ABCDEFGHIKLMNOPQRSTUVWXYZ) at 4, got '-'; remove gaps, and"),
+        (b"MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
+        (b">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
+        (b"\n", "empty: no record"),
+        (b">a\n" + b"ACGT" * 26, "has no other letter than A, C, G, T, U and N; expected proteins: translate it"),
+        (b">a\rMKV\r>b\rMKL\r", "expected lines that end with \\n or \\r\\n, got \\r alone; convert it"),
+        (gzip.compress(FASTA.encode())[:-20], "damaged: Compressed file ended before"),
+    ],
+)
+def test_a_file_that_is_no_fasta_of_proteins_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / ("bad.fa.gz" if content.startswith(b"\x1f\x8b") else "bad.fa")
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(open_dataset(path).rows())
+    assert f"{path}: {message}" in str(caught.value)
 
 
 def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path: Path) -> None:
     options = PreprocessOptions.model_validate({"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}})
-    cells, report = tmp_path / "cells.h5ad", tmp_path / "qc.json"
-    preprocess.preprocess(options=options, input=fasta, counts="X", dataset="few", out=cells, report=report)
-    assert (
-        '"dropped": {\n      "filter": 0,\n      "no residues": 1,\n      "min_counts": 1,\n      "duplicate": 1\n    }'
-        in report.read_text()
-    )
-    with open_dataset(cells) as reader:
+    proteins, report = tmp_path / "proteins.h5ad", tmp_path / "qc.json"
+    preprocess.preprocess(options=options, input=fasta, counts="X", dataset="few", out=proteins, report=report)
+    dropped = {"filter": 0, "no residues": 1, "min_counts": 1, "duplicate": 1}
+    assert read_json(report)["cells"]["dropped"] == dropped
+    with open_dataset(proteins) as reader:
         assert decoded(reader.rows()) == [UBIQUITIN, INSULIN_A, INSULIN_B]
         assert list(reader.obs) == ["chain"]
-    vocabulary = build_vocabulary([cells])
+    vocabulary = build_vocabulary([proteins])
     assert "".join(vocabulary.gene_ids) == RESIDUES
     assert vocabulary.n_cells[RESIDUES.index("C")] == 2
     assert vocabulary.n_cells[RESIDUES.index("Z")] == 0
     # any tool reads X as the composition
-    assert ad.read_h5ad(cells).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
+    assert ad.read_h5ad(proteins).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
+    cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
+    with pytest.raises(DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"):
+        build_vocabulary([cells, proteins])
 
 
 def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
@@ -128,12 +123,10 @@ def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
 
 
 def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
-    raw = tmp_path / "sim.fasta"
-    write_sequences(raw, 200, 4, seed=1)
-    again = tmp_path / "again.fasta"
-    write_sequences(again, 200, 4, seed=1)
-    assert again.read_text() == raw.read_text()
-    corpus = make_corpus(tmp_path, raw.rename(tmp_path / "sim.fa"), split_by="family", val_frac=0)
+    for name in ("sim.fa", "again.fa"):
+        write_sequences(tmp_path / name, 200, 4, seed=1)
+    assert (tmp_path / "sim.fa").read_text() == (tmp_path / "again.fa").read_text()
+    corpus = make_corpus(tmp_path, tmp_path / "sim.fa", split_by="family", val_frac=0)
     with open_dataset(tmp_path / "sim.fa") as reader:
         expected = dict(zip(reader.obs.index, decoded(reader.rows())))
     shards = [ad.read_h5ad(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
@@ -163,17 +156,6 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
         check_rows(cells, manifest, "shards")
     assert manifest.ordered
     assert manifest.splits["test"].shards[0].dtype == "uint16"
-
-
-def test_cells_and_sequences_share_no_corpus(fasta: Path, tmp_path: Path) -> None:
-    cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
-    options = PreprocessOptions.model_validate({"preprocess": {}})
-    proteins = tmp_path / "proteins.h5ad"
-    preprocess.preprocess(
-        options=options, input=fasta, counts="X", dataset="p", out=proteins, report=tmp_path / "qc.json"
-    )
-    with pytest.raises(DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"):
-        build_vocabulary([cells, proteins])
 
 
 def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Path, tmp_path: Path) -> None:

@@ -17,17 +17,12 @@ from cellmill.files import sha256_file
 from cellmill.stages import data as stage
 
 
-def counts(**arguments: int) -> sp.csr_matrix:
-    return sp.vstack(list(Simulation(**({"cells": 300, "genes": 200} | arguments)).blocks()))
-
-
 def test_cells_are_a_function_of_the_seed_alone() -> None:
-    assert (counts(seed=3) != counts(seed=3)).nnz == 0
-    assert (counts(seed=3) != counts(seed=4)).nnz > 0
-    simulation = Simulation(700, 100)
-    assert [b.shape[0] for b in simulation.blocks()] == [BLOCK, BLOCK, 700 - 2 * BLOCK]
-    first = [b.sum() for b in simulation.blocks()]
-    assert first == [b.sum() for b in simulation.blocks()]
+    three, four = (Simulation(700, 100, seed=seed) for seed in (3, 4))
+    blocks = list(three.blocks())
+    assert [block.shape[0] for block in blocks] == [BLOCK, BLOCK, 700 - 2 * BLOCK]
+    assert all((one != again).nnz == 0 for one, again in zip(blocks, three.blocks(), strict=True))
+    assert (blocks[0] != next(four.blocks())).nnz > 0
 
 
 def test_the_file_is_counts_under_real_ids_with_every_column(simulated: Path, tmp_path: Path) -> None:
@@ -71,16 +66,10 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, int], text: str) 
         Simulation(**({"cells": 10, "genes": 200} | arguments))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_the_demo_is_700_cells_of_counts_with_labels(tmp_path: Path) -> None:
     pytest.importorskip("scanpy", reason="the cells come with scanpy, an extra")
-    path = tmp_path_factory.mktemp("demo") / "pbmc68k.h5ad"
-    stage.demo(out=path)
-    return path
-
-
-def test_the_demo_is_700_cells_of_counts_with_labels(written: Path) -> None:
-    data = ad.read_h5ad(written)
+    stage.demo(out=tmp_path / "pbmc68k.h5ad")
+    data = ad.read_h5ad(tmp_path / "pbmc68k.h5ad")
     assert data.shape == (700, 765)
     assert list(data.obs) == ["bulk_labels", "n_counts", "percent_mito"]
     assert data.obs["bulk_labels"].nunique() == 10
@@ -95,14 +84,13 @@ def test_counts_are_recovered_from_rounded_logarithms_and_other_values_are_refus
     scaled = sp.diags(1e4 / totals) @ counts
     logs = scaled.log1p().astype(np.float32).tocsr()
     assert (simulate.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
-    with pytest.raises(
-        DataError, match=r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
-    ):
+    fault = r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
+    with pytest.raises(DataError, match=fault):
         simulate.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
 
 
 def test_without_scanpy_the_error_names_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "find_spec", lambda name: None)
-    with pytest.raises(DataError) as error:
+    fault = r"^the demo cells are part of the scanpy package: pip install 'cellmill\[demo\]'$"
+    with pytest.raises(DataError, match=fault):
         simulate.read_demo()
-    assert str(error.value) == "the demo cells are part of the scanpy package: pip install 'cellmill[demo]'"

@@ -27,6 +27,16 @@ from cellmill.stages import data as stage
 Make = Callable[..., Path]
 
 
+def built(*paths: Path, **options: Any) -> Vocabulary:
+    return build_vocabulary(paths, VocabularyConfig.model_validate(options))
+
+
+def refusal(*paths: Path, **options: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as error:
+        built(*paths, **options)
+    return str(error.value)
+
+
 def reference(*paths: Path) -> tuple[dict[str, int], dict[str, float]]:
     """Cells and exact medians of each gene, with everything in memory."""
     values: dict[str, list[float]] = {}
@@ -60,23 +70,19 @@ def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path
     own, path = build_vocabulary([simulated]), tmp_path / "theirs.tsv"
     theirs = replace(own, gene_ids=[*own.gene_ids[:-1], "ENSG00000999999"], medians=own.medians + np.float32(1))
     theirs.write(path)
-    got = build_vocabulary([simulated], VocabularyConfig(medians=str(path)))
+    got = built(simulated, medians=str(path))
     np.testing.assert_array_equal(got.medians, [*theirs.medians[:-1], own.medians[-1]])
     assert (got.gene_ids, got.n_cells.tolist()) == (own.gene_ids, own.n_cells.tolist())
     replace(own, gene_ids=[f"ENSG9{i:010d}" for i in range(own.n_genes)]).write(path)
-    with pytest.raises(
-        DataError, match=r"^vocabulary\.medians: .*theirs\.tsv: it has no gene of the corpus; name another"
-    ):
-        build_vocabulary([simulated], VocabularyConfig(medians=str(path)))
+    fault = f"vocabulary.medians: {path}: it has no gene of the corpus; name another model"
+    assert refusal(simulated, medians=str(path)) == fault
 
 
 def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
     n_cells, _ = reference(simulated)
-    assert build_vocabulary([simulated], VocabularyConfig(min_cells=100)).gene_ids == sorted(
-        g for g, n in n_cells.items() if n >= 100
-    )
+    assert built(simulated, min_cells=100).gene_ids == sorted(g for g, n in n_cells.items() if n >= 100)
     top = sorted(n_cells, key=lambda g: (-n_cells[g], g))[:25]
-    assert build_vocabulary([simulated], VocabularyConfig(max_genes=25)).gene_ids == sorted(top)
+    assert built(simulated, max_genes=25).gene_ids == sorted(top)
 
 
 def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
@@ -87,8 +93,9 @@ def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Pat
     assert table["token_id"].tolist() == list(range(len(table)))
     assert tuple(table["gene_id"][:2]) == SPECIAL
     got = Vocabulary.read(path)
-    assert got.digest == hashlib.sha256(path.read_bytes()).hexdigest() == build_vocabulary([simulated]).digest
-    assert (got.medians == build_vocabulary([simulated]).medians).all()
+    made = build_vocabulary([simulated])
+    assert got.digest == hashlib.sha256(path.read_bytes()).hexdigest() == made.digest
+    assert (got.medians == made.medians).all()
     assert got.n_tokens == got.n_genes + 2 == len(table)
     assert got.rows_of([got.gene_ids[3], "unknown", got.gene_ids[0]]).tolist() == [3, -1, 0]
 
@@ -97,26 +104,14 @@ def test_quantiles_of_the_corpus_are_within_half_a_percent_in_any_order_of_files
     simulated: Path, parts: list[Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "vocabulary.tsv"
-    stage.vocabulary(
-        options=VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), cells=parts, out=out
-    )
+    built(*parts, quantiles=True).write(out)
     got = Vocabulary.read(out)
     dense = ad.read_h5ad(simulated).X.toarray().astype(np.float64)
     values = dense / dense.sum(axis=1, keepdims=True) * 1e4
     exact = np.quantile(values[values > 0], np.arange(1001) / 1000, method="inverted_cdf")
     assert got.quantiles is not None
     np.testing.assert_allclose(np.expm1(got.quantiles.astype(np.float64)), exact, rtol=0.0052)
-    assert got.digest == build_vocabulary(parts[::-1], VocabularyConfig(quantiles=True)).digest
-    assert got.digest == hashlib.sha256(out.read_bytes()).hexdigest() != build_vocabulary(parts).digest
-
-
-@pytest.mark.parametrize("line", ["#quantiles", "#quantiles\t1\t0.5", "#quantiles\t0\tx", "#quantiles\t0\tnan"])
-def test_damaged_quantiles_are_refused(simulated: Path, tmp_path: Path, line: str) -> None:
-    path = tmp_path / "vocabulary.tsv"
-    build_vocabulary([simulated]).write(path)
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match="last line: expected #quantiles and at least two ascending numbers"):
-        Vocabulary.read(path)
+    assert got.digest == built(*parts[::-1], quantiles=True).digest != build_vocabulary(parts).digest
 
 
 def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path, tmp_path: Path) -> None:
@@ -124,7 +119,7 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path
     others: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
     options, no_shards = TrainOptions.model_validate(others | {"tokens": tokens}), cast(Any, None)
     path = tmp_path / "vocabulary.tsv"
-    build_vocabulary([simulated], VocabularyConfig(quantiles=True)).write(path)
+    built(simulated, quantiles=True).write(path)
     quantiles = Vocabulary.read(path).quantiles
     assert quantiles is not None
     assert fitted(options, path, no_shards).tokens.model_dump()["edges"] == quantiles[[250, 500, 750]].tolist()
@@ -135,20 +130,12 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path
         fitted(options, path, no_shards)
 
 
-def test_cells_with_two_columns_of_a_gene_are_to_be_preprocessed(make_h5ad: Make) -> None:
-    path = make_h5ad(np.ones((3, 3), np.float32), genes=["A", "B", "A"])
-    with pytest.raises(DataError) as error:
-        build_vocabulary([path])
-    assert str(error.value) == (
-        f"{path}: var names are not unique: 'A' occurs 2 times; preprocess the file, which sums counts of one gene"
-    )
-
-
 def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "v.tsv"
-    build_vocabulary([simulated], VocabularyConfig(max_genes=4)).write(path)
+    built(simulated, max_genes=4).write(path)
     text = path.read_text()
     lines = text.splitlines(keepends=True)
+    quantiles = "last line: expected #quantiles and at least two ascending numbers"
     for damaged, message in (
         ("", "not a complete vocabulary: expected columns token_id, gene_id, symbol, n_cells, median"),
         (text[:-1], "not a complete vocabulary"),
@@ -157,6 +144,7 @@ def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: 
         ("".join(lines[:4] + lines[5:]), "line 5: expected token 3: gene id, symbol, n_cells, median"),
         (text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]), "or a duplicate"),
         (text.replace(lines[3].split("\t")[4], "nan\n"), "a median is not a positive number"),
+        *((f"{text}#quantiles{numbers}\n", quantiles) for numbers in ("", "\t1\t0.5", "\t0\tx", "\t0\tnan")),
     ):
         path.write_text(damaged)
         with pytest.raises(DataError, match=message):
@@ -170,28 +158,38 @@ def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
     human = make_h5ad(ones, "human.h5ad", genes=["ENSG1", "ENSG2"])
     mouse = make_h5ad(ones, "mouse.h5ad", genes=["ENSMUSG1", "ENSMUSG2"])
     more = make_h5ad(ones, "more.h5ad", genes=["ENSG2", "ENSG3"])
-    with pytest.raises(DataError) as error:
-        build_vocabulary([human, more, mouse])
-    assert str(error.value) == (
+    assert refusal(human, more, mouse) == (
         f"{mouse}: no genes in common with the other datasets of the corpus (its first is ENSMUSG1); "
         "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a corpus "
         "of its own"
     )
-    assert build_vocabulary([human, more]).n_genes == 3
+    assert built(human, more).n_genes == 3
 
 
-def test_an_empty_vocabulary_and_odd_names_are_refused(make_h5ad: Make) -> None:
-    ones = sp.csr_matrix(np.ones((3, 2), np.float32))
-    path = make_h5ad(ones, genes=["A", "B"])
-    with pytest.raises(DataError) as error:
-        build_vocabulary([path], VocabularyConfig(min_cells=4))
-    assert str(error.value) == (
-        "no gene is left for the vocabulary: none of 2 is detected in 4 cells, at most in 3; lower vocabulary.min_cells"
-    )
-    with pytest.raises(DataError, match="'A\\\\tB' cannot name a gene"):
-        build_vocabulary([make_h5ad(ones, genes=["A\tB", "C"])])
-    with pytest.raises(DataError, match="'<mask>' cannot name a gene"):
-        build_vocabulary([make_h5ad(ones, genes=["<mask>", "C"])])
+@pytest.mark.parametrize(
+    ("genes", "options", "message"),
+    [
+        (
+            ["A", "B", "A"],
+            {},
+            "var names are not unique: 'A' occurs 2 times; preprocess the file, which sums counts of",
+        ),
+        (["A\tB", "C"], {}, "'A\\tB' cannot name a gene: "),
+        (["<mask>", "C"], {}, "'<mask>' cannot name a gene: "),
+        (
+            ["A", "B"],
+            {"min_cells": 4},
+            "no gene is left for the vocabulary: none of 2 is detected in 4 cells, at most in 3; lower "
+            "vocabulary.min_cells",
+        ),
+        (["TP53"], {"protein_coding": True}, "vocabulary.protein_coding requires Ensembl ids, got gene 'TP53'; set "),
+    ],
+)
+def test_cells_that_have_no_vocabulary_are_refused(
+    genes: list[str], options: dict[str, Any], message: str, make_h5ad: Make
+) -> None:
+    path = make_h5ad(np.ones((3, len(genes)), np.float32), genes=genes)
+    assert refusal(path, **options).removeprefix(f"{path}: ").startswith(message)
 
 
 @pytest.fixture(scope="module")
@@ -231,28 +229,25 @@ def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
 ) -> None:
     wanted = scanpy_genes(simulated, flavor, n)
     monkeypatch.setattr(module, "_BLOCK", 37)
-    options = VocabularyConfig.model_validate({"select": flavor, "max_genes": n})
-    assert set(build_vocabulary(parts, options).gene_ids) == wanted
-    assert wanted != set(build_vocabulary(parts, VocabularyConfig(max_genes=n)).gene_ids)
+    assert set(built(*parts, select=flavor, max_genes=n).gene_ids) == wanted
+    assert wanted != set(built(*parts, max_genes=n).gene_ids)
 
 
 @pytest.mark.parametrize("select", ["detected", "seurat", "seurat_v3"])
 def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
     parts: list[Path], select: str, tmp_path: Path
 ) -> None:
-    options = {"select": select, "max_genes": 200, "variability": True}
     if select == "seurat_v3":
         pytest.importorskip("skmisc")
     path = tmp_path / "vocabulary.tsv"
-    build_vocabulary(parts, VocabularyConfig.model_validate({**options, "quantiles": True})).write(path)
+    built(*parts, select=select, max_genes=200, variability=True, quantiles=True).write(path)
     got = Vocabulary.read(path)
     assert got.variability is not None
     assert got.quantiles is not None
-    flavor = "seurat" if select == "detected" else select
     order = [got.gene_ids[row] for row in np.argsort(got.variability)]
-    some = build_vocabulary(parts, VocabularyConfig.model_validate({"select": flavor, "max_genes": 60})).gene_ids
-    kept = some if select != "detected" else {*some} & {*got.gene_ids}
-    assert {*order[: len(kept)]} == {*kept}
+    kept = {*built(*parts, select="seurat" if select == "detected" else select, max_genes=60).gene_ids}
+    kept &= {*got.gene_ids} if select == "detected" else kept
+    assert {*order[: len(kept)]} == kept
     assert len(kept) > 5
     text = path.read_text()
     path.write_text(text.replace("#variability\t", "#variability\t0\t"))
@@ -260,15 +255,13 @@ def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
         Vocabulary.read(path)
 
 
-def test_seurat_v3_without_scikit_misc_names_the_way_out(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "skmisc.loess", None)
-    with pytest.raises(ConfigError, match=r"select seurat_v3 requires skmisc.loess, .*: pip install 'cellmill\[hvg\]'"):
-        build_vocabulary([simulated], VocabularyConfig(select="seurat_v3", max_genes=9))
-
-
-def test_variable_genes_need_a_number() -> None:
+def test_variable_genes_need_a_number_and_seurat_v3_a_package(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="select seurat requires max_genes, the number of genes"):
         VocabularyConfig(select="seurat")
+    monkeypatch.setitem(sys.modules, "skmisc.loess", None)
+    assert refusal(simulated, select="seurat_v3", max_genes=9) == (
+        "vocabulary.select seurat_v3 requires skmisc.loess, which is missing: pip install 'cellmill[hvg]'"
+    )
 
 
 def test_a_list_of_ids_and_symbols_selects_genes(
@@ -278,19 +271,15 @@ def test_a_list_of_ids_and_symbols_selects_genes(
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
     listed = tmp_path / "genes.txt"
     listed.write_text("\ufeffTP53\r\nFANCD1\r\nENSG00000000003.15\r\n\r\nMYC\r\nTP53\r\n", encoding="utf-8")
-    got = build_vocabulary([cells], VocabularyConfig(genes=str(listed)))
+    got = built(cells, genes=str(listed))
     assert got.gene_ids == sorted(ids[:3])  # FANCD1 is an alias of BRCA2
     assert capsys.readouterr().out == f"{listed}: 1 of 4 genes are not in the corpus, such as MYC\n"
     for text, message in (("rubbish\n", "none of its 1 genes is in the corpus"), ("\n", "empty; list one gene a line")):
         listed.write_text(text)
-        with pytest.raises((ConfigError, DataError), match=message):
-            build_vocabulary([cells], VocabularyConfig(genes=str(listed)))
+        assert message in refusal(cells, genes=str(listed))
 
 
 def test_protein_coding_genes_are_those_of_gencode(make_h5ad: Make) -> None:
     ids = ["ENSG00000141510", "ENSG00000229807", "ENSMUSG00000059552", "ENSMUSG00000086503"]  # TP53, XIST of both
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
-    assert build_vocabulary([cells], VocabularyConfig(protein_coding=True)).gene_ids == [ids[0], ids[2]]
-    other = make_h5ad(sp.csr_matrix(np.ones((3, 1))), "b.h5ad", genes=["TP53"])
-    with pytest.raises(DataError, match="protein_coding requires Ensembl ids, got gene 'TP53'"):
-        build_vocabulary([other], VocabularyConfig(protein_coding=True))
+    assert built(cells, protein_coding=True).gene_ids == [ids[0], ids[2]]

@@ -5,7 +5,7 @@ from pathlib import Path
 from cellmill.config.datasets import is_url
 from cellmill.config.load import load_config
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.soma import open_query
 from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
@@ -29,8 +29,7 @@ def convert(
     """Write the cells of `input`, in the format `kind`, to `out`; of a census those that fulfil `value_filter`."""
     if "://" not in str(input) and not Path(input).is_dir():
         raise DataError(f"{input}: no such folder")
-    if out.suffix != ".h5ad":
-        raise ConfigError(f"{out}: expected a name that ends in .h5ad")
+    check_h5ad(out, "--out")
     if kind == "geneformer":
         assert dictionaries is not None
         tokens, vocabulary = read_dictionaries(dictionaries)
@@ -57,9 +56,10 @@ def archive(*, manifest: Path, out: Path) -> None:
     shards = Manifest.read(manifest)
     archived = archive_shards(shards, out)
     stored = sum(shards.shard_path(file).stat().st_size for file in shards.files())
-    as_float = max(1, sum(8 * split.nnz for split in shards.splits.values()))
+    in_float32 = 8 * sum(split.nnz for split in shards.splits.values())  # a value and its int32 index
     print(
-        f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / as_float:.2f} of float32; "
+        f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / max(1, in_float32):.2f} of "
+        "float32; "
         f"get them back with `cellmill unarchive --archive {out} --out FOLDER`"
     )
 
@@ -97,13 +97,15 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
             f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
             f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
         )
-    gzip, plain = (
-        corpus_cost(sizes, genes_per_cell, options.preprocess.model_copy(update={"compression": given}), options.shard)
-        for given in ("gzip", None)
-    )
+    gigabytes, cpu_hours = {}, {}
+    for compression in ("gzip", None):
+        preprocess = options.preprocess.model_copy(update={"compression": compression})
+        stages = corpus_cost(sizes, genes_per_cell, preprocess, options.shard)
+        gigabytes[compression] = stages[0].gigabytes  # preprocess, which writes the cells
+        cpu_hours[compression] = sum(stage.cpu_hours for stage in stages)
     print(
-        f"cells on disk: {plain[0].gigabytes:,.1f} GB, with preprocess.compression gzip {gzip[0].gigabytes:,.1f} GB "
-        f"and {sum(cost.cpu_hours for cost in gzip) - sum(cost.cpu_hours for cost in plain):,.2f} CPU h more"
+        f"cells on disk: {gigabytes[None]:,.1f} GB, with preprocess.compression gzip {gigabytes['gzip']:,.1f} GB and "
+        f"{cpu_hours['gzip'] - cpu_hours[None]:,.2f} CPU h more"
     )
     print(
         f"in turn {sum(cost.hours for cost in costs):,.2f} h, {sum(cost.cpu_hours for cost in costs):,.2f} CPU h, "

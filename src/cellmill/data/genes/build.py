@@ -11,6 +11,7 @@ of variance over mean, with large counts clipped: that takes a second pass over 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -107,10 +108,10 @@ class Moments:
         self.sums += np.bincount(genes, values, minlength=len(self.sums))
         self.squares += np.bincount(genes, np.square(values, dtype=np.float64), minlength=len(self.sums))
 
-    def at(self, genes: np.ndarray) -> Self:
-        """The same of some genes."""
-        chosen = type(self)(len(genes))
-        chosen.n_cells, chosen.sums, chosen.squares = self.n_cells, self.sums[genes], self.squares[genes]
+    def of_genes(self, genes: np.ndarray) -> Self:
+        """Sums of the genes at the positions `genes` alone."""
+        chosen = copy(self)
+        chosen.sums, chosen.squares = self.sums[genes], self.squares[genes]
         return chosen
 
     @property
@@ -157,9 +158,9 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         )
     scores = n_cells[keep].astype(float)
     if options.select == "seurat_v3":
-        scores = _standardised_variance(paths, gene_ids, keep, moments.at(keep))
+        scores = _standardised_variance(paths, gene_ids, keep, moments.of_genes(keep))
     elif measured:
-        scores = _standardised_dispersion(moments.at(keep))
+        scores = _standardised_dispersion(moments.of_genes(keep))
     if options.max_genes is not None:
         chosen = np.sort(_by_score(n_cells[keep] if options.select == "detected" else scores)[: options.max_genes])
         keep, scores = keep[chosen], scores[chosen]
@@ -216,7 +217,7 @@ def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndar
     limits[keep] = deviation * np.sqrt(n) + mean
     for genes, block in _blocks(paths, gene_ids):
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
-    clipped = clipped.at(keep)
+    clipped = clipped.of_genes(keep)
     return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * deviation**2)
 
 

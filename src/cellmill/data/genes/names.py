@@ -8,6 +8,7 @@ maps to none.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,16 +133,16 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
         rows = vocabulary.rows_of(reader.var_names)
         if (rows < 0).any():
             missing = reader.var_names[int((rows < 0).argmax())]
-            has, remedy = ("genes in rank order", "the same token dictionary") if reader.ranked else ("sequences",) * 2
+            has = "genes in rank order" if reader.ranked else "sequences"
+            wanted = "the same token dictionary" if reader.ranked else "sequences"
             raise DataError(
                 f"{reader.path}: it has {has}, and the model does not know {missing!r}: its first gene is "
-                f"{vocabulary.gene_ids[0]!r}; use a model of {remedy}"
+                f"{vocabulary.gene_ids[0]!r}; use a model of {wanted}"
             )
         return GeneColumns(rows, is_expression(reader.var), ordered=True)
-    genes = tuple(vocabulary.gene_ids)
-    if genes not in reader.matches:  # several parts of an evaluation ask
-        reader.matches[genes] = _match_genes(reader, vocabulary)
-    columns: GeneColumns = reader.matches[genes]
+    if vocabulary.digest not in reader.matches:  # several parts of an evaluation match
+        reader.matches[vocabulary.digest] = _match_genes(reader, vocabulary)
+    columns: GeneColumns = reader.matches[vocabulary.digest]
     return columns
 
 
@@ -257,5 +258,6 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
 
 def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
     """Rows of the vocabulary by perturbation, found as `rows_of_names` finds them; empty if none is known."""
-    rows = rows_of_names((part.strip() for name in names for part in name.split(SEPARATOR)), vocabulary)
-    return {name: [rows[p] for part in name.split(SEPARATOR) if rows[p := part.strip()] >= 0] for name in names}
+    genes = {name: [part.strip() for part in name.split(SEPARATOR)] for name in names}
+    rows = rows_of_names(chain.from_iterable(genes.values()), vocabulary)
+    return {name: [rows[gene] for gene in parts if rows[gene] >= 0] for name, parts in genes.items()}

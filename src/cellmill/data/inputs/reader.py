@@ -81,7 +81,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
         self._source, self.close = source, close or source.close
-        self.matches: dict[tuple[str, ...], Any] = {}  # of `names.match_columns`, by the ids of the vocabulary
+        self.matches: dict[str, Any] = {}  # of `names.match_columns`, by the digest of the vocabulary
         self._rounded = RoundedCounts()
 
     def __exit__(self, *_: object) -> None:

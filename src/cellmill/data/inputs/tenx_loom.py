@@ -71,18 +71,19 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
         return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
     require_matrix(path, counts, ["X", *genomes])
     chosen = np.flatnonzero(var["genome"] == counts)
-    return CountSource(path, counts, _GenesOf(matrix, chosen), obs, var.iloc[chosen])
+    return CountSource(path, counts, _ChosenGenes(matrix, chosen), obs, var.iloc[chosen])
 
 
-class _GenesOf(StoredMatrix):
-    """Some genes of a matrix."""
+class _ChosenGenes(StoredMatrix):
+    """Columns `genes`, int, of a matrix of more genes."""
 
-    def __init__(self, matrix: StoredMatrix, columns: np.ndarray):
-        self._matrix, self._columns = matrix, columns
-        self.shape = (matrix.shape[0], len(columns))
+    def __init__(self, whole: SparseMatrix, genes: np.ndarray):
+        self._whole, self._genes = whole, genes
+        self.shape = (whole.shape[0], len(genes))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        return (part[:, self._columns] for part in self._matrix.blocks(block))
+        for part in self._whole.parts(block):
+            yield part[:, self._genes]
 
 
 def _is_v3(file: Any) -> bool:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.inputs.reader import refuse_duplicates
-from cellmill.data.prepare.obs import check_labels
+from cellmill.data.prepare.obs import check_labels, name_columns
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, special_kind
@@ -69,15 +68,8 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     for name, label_map in dataset.label_maps.items():
         if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:
             check_labels(Path(label_map), map(text_of, categories), path, labels[name])
-    new = {
-        *dataset.roles,
-        *([IS_CONTROL] if dataset.control else []),
-        *([ORGANISM] if corpus.preprocess.organism_column else []),
-    }
-    own = {*known} if kept is None else {*kept}
-    renamed = {role for role in new & own if dataset.roles.get(role) != role}
-    renamed |= {name for name in labels.keys() & own if labels[name] != name or name in dataset.label_maps}
-    return own | new | labels.keys() | {f"{name}_original" for name in renamed}
+    columns = name_columns(known, kept, dataset, corpus.preprocess.organism_column)
+    return {*columns.kept, *columns.roles, *columns.labels, *columns.originals.values()}
 
 
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:

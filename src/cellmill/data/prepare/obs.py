@@ -67,7 +67,25 @@ def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
     return words + (f"; without a label now {cells(report['made_missing'])}" if report["made_missing"] else "")
 
 
-_VALUES = 8  # of a column, in a message
+class ColumnNames(NamedTuple):
+    """obs columns of preprocessed cells by their origin."""
+
+    kept: list[str]  # of the file
+    roles: list[str]  # that the table gives, `organism` and `is_control`
+    labels: list[str]  # that are renamed or mapped
+    originals: dict[str, str]  # new names of kept columns that have the name of a role or label
+
+
+def name_columns(known: Iterable[str], keep_obs: list[str] | None, columns: ObsColumns, organism: bool) -> ColumnNames:
+    """Names of the columns that a file with the columns `known` will have; with `organism`, one for that."""
+    labels = dict(zip(columns.label_names, columns.labels))
+    changed = list(dict.fromkeys([*(name for name in labels if labels[name] != name), *columns.label_maps]))
+    unchanged = [name for name in labels if name not in changed]
+    kept = list(known) if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
+    roles = [*columns.roles, *([ORGANISM] if organism else []), *([IS_CONTROL] if columns.control else [])]
+    taken = [role for role in roles if role in kept and columns.roles.get(role) != role]
+    taken += [name for name in changed if name in kept]
+    return ColumnNames(kept, roles, changed, {name: f"{name}_original" for name in taken})
 
 
 class ObsChoice(NamedTuple):
@@ -103,15 +121,18 @@ def choose_obs(
     for name, owner in columns.read_columns.items():
         reader.obs_column(name, f"the dataset's {owner}")
     keep = _kept_cells(reader, columns.filter)
-    labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
-    for name, path in columns.label_maps.items():
-        codes, values = pd.factorize(reader.obs[labels[name]])
-        texts = [text_of(value) for value in values]
-        mapped[name] = MappedLabels(codes, texts, check_labels(Path(path), texts, reader.path, labels[name]))
-    renamed = {name: reader.obs[label] for name, label in labels.items() if name != label}
-    renamed |= {name: pd.Series(label.column(), index=reader.obs.index) for name, label in mapped.items()}
-    unchanged = [name for name in labels if name not in renamed]
-    names = [*reader.obs.columns] if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
+    names = name_columns(reader.obs, keep_obs, columns, organism is not None)
+    for name in columns.label_names:
+        if name in names.roles and (name in names.labels or name in names.originals):
+            raise DataError(
+                f"{reader.path}: label {name!r} is also a role, which the table gives to "
+                f"{columns.roles.get(name)!r}; rename one of the columns, or set label_name"
+            )
+    for name, original in names.originals.items():
+        if original in names.kept:
+            raise DataError(
+                f"{reader.path}: obs has {name!r} and {original!r}, and the table makes {name!r}; rename one"
+            )
     new = {role: reader.obs[column] for role, column in columns.roles.items()}
     if organism is not None:
         new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
@@ -119,17 +140,16 @@ def choose_obs(
         new["dose"] = _numbers(reader, new["dose"])
     if columns.control is not None and columns.controlled is not None:
         new[IS_CONTROL] = _is_control(reader, new[columns.controlled], columns.control, keep)
-    taken = [role for role in new if role in names and columns.roles.get(role) != role]
-    if both := [name for name in columns.label_names if name in taken or (name in new and name in renamed)]:
-        raise DataError(
-            f"{reader.path}: label {both[0]!r} is also a role, which the table gives to "
-            f"{columns.roles.get(both[0])!r}; rename one of the columns, or set label_name"
-        )
-    originals = {name: f"{name}_original" for name in [*taken, *(name for name in renamed if name in names)]}
-    for role, name in originals.items():
-        if name in names:
-            raise DataError(f"{reader.path}: obs has {role!r} and {name!r}, and the table makes {role!r}; rename one")
-    return ObsChoice(keep, reader.obs[names].rename(columns=originals).assign(**new, **renamed), mapped)
+    labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
+    for name in names.labels:
+        new[name] = reader.obs[labels[name]]
+        if (label_map := columns.label_maps.get(name)) is not None:
+            codes, values = pd.factorize(new[name])
+            texts = [text_of(value) for value in values]
+            by_label = check_labels(Path(label_map), texts, reader.path, labels[name])
+            mapped[name] = MappedLabels(codes, texts, by_label)
+            new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)
+    return ObsChoice(keep, reader.obs[names.kept].rename(columns=names.originals).assign(**new), mapped)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
@@ -170,9 +190,12 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
 
 def _is_control(reader: CountsReader, column: pd.Series, control: str, keep: np.ndarray) -> pd.Series:
     values = text_values(column, missing="nan")
-    fault = f"{reader.path}: no cell has {control!r} (the dataset's control) in obs column {column.name!r}"
+    fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {column.name!r}"
     require_known(control, sorted({*values[keep]}), fault)
     return pd.Series(values == control, index=column.index)
+
+
+_VALUES = 8  # of a column, in a message
 
 
 def _examples(column: pd.Series) -> str:

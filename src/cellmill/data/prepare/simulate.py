@@ -18,6 +18,7 @@ import gzip
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -49,48 +50,28 @@ class Simulation:
     def __init__(
         self, cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
     ) -> None:
-        table = gene_table("human")
-        first = {symbol: gene for gene, symbol in reversed(table.symbols.items()) if symbol != gene}
-        known = {gene: symbol for symbol, gene in first.items()}  # one gene for each symbol
-        mito = sorted(
-            gene for gene, symbol in known.items() if symbol.startswith("MT-") and gene in table.protein_coding
-        )
+        symbols, mito = _named_genes()
         for name, value, low, high in (
             ("cells", cells, 1, 2**31),
-            ("genes", genes, 2 * MITO_GENES, len(known)),
+            ("genes", genes, 2 * MITO_GENES, len(symbols)),
             ("types", types, 1, 1000),
             ("batches", batches, 1, 1000),
             ("perturbations", perturbations, 0, genes - MITO_GENES),
             ("seed", seed, 0, 2**63),
         ):
             _require_between(name, value, low, high)
-        others = [gene for gene in sorted(known) if gene not in mito][: genes - MITO_GENES]
+        others = [gene for gene in symbols if gene not in mito][: genes - MITO_GENES]
         ids = sorted([*others, *mito])
-        self.var = pd.DataFrame({"symbol": [known[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
+        self.var = pd.DataFrame({"symbol": [symbols[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
         self._seed, random = seed, _random(seed, 0, 0)
         base = random.normal(0, 1.5, genes).astype(np.float32)
-        position = {gene: at for at, gene in enumerate(ids)}
-        targets = np.sort(random.choice([position[gene] for gene in others], perturbations, replace=False))
-        donors = batches * DONORS_PER_BATCH
-        donor = random.integers(donors, size=cells)
-        perturbed = random.integers(-perturbations, perturbations, cells) if perturbations else np.full(cells, -1)
-        levels = {
-            "cell_type": (random.integers(types, size=cells), [f"type_{k}" for k in range(types)]),
-            "batch": (donor // DONORS_PER_BATCH, [f"batch_{k}" for k in range(batches)]),
-            "donor": (donor, [f"donor_{k}" for k in range(donors)]),
-            "perturbation": (np.maximum(perturbed + 1, 0), ["control", *self.var["symbol"].iloc[targets]]),
-        }
-        columns = {name: pd.Categorical.from_codes(codes, pd.Index(names)) for name, (codes, names) in levels.items()}
-        self.obs = pd.DataFrame(columns, index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"))
-        tree = np.zeros((1, genes), np.float32)
-        while len(tree) < types:  # along each edge a tenth of the genes drifts
-            tree = np.repeat(tree, 2, axis=0)
-            tree += _sparse_normal(random, tree.shape, 0.1, 1.0)
+        targets = np.sort(random.choice(self.var.index.get_indexer(others), perturbations, replace=False))
+        self.obs = _draw_cells(random, cells, types, batches, list(self.var["symbol"].iloc[targets]))
         # log expression, or log fold change, of the levels of each column
         self._effects = {
-            "cell_type": base + tree[:types],
+            "cell_type": base + _draw_tree(random, types, genes),
             "batch": _sparse_normal(random, (batches, genes), 0.5, 0.3),
-            "donor": _sparse_normal(random, (donors, genes), 0.2, 0.3),
+            "donor": _sparse_normal(random, (batches * DONORS_PER_BATCH, genes), 0.2, 0.3),
         }
         changed = _sparse_normal(random, (perturbations, genes), 0.05, 0.7)
         changed[np.arange(perturbations), targets] = np.log(0.1)
@@ -115,6 +96,40 @@ class Simulation:
             library = random.lognormal(np.log(LIBRARY), LIBRARY_SD, (len(rows), 1)).astype(np.float32)
             counts = random.poisson(library * ((1 - frac) * rate + frac * ambient))
             yield sp.csr_matrix(np.minimum(counts, np.iinfo(np.uint16).max).astype(np.uint16))
+
+
+def _named_genes() -> tuple[dict[str, str], set[str]]:
+    """Symbol of each human gene that has one, by ascending id, and the mitochondrial genes that code for proteins."""
+    table = gene_table("human")
+    first = {symbol: gene for gene, symbol in reversed(table.symbols.items()) if symbol != gene}
+    symbols = {gene: symbol for symbol, gene in sorted(first.items(), key=itemgetter(1))}  # one gene for each symbol
+    return symbols, {gene for gene, symbol in symbols.items() if symbol.startswith("MT-")} & table.protein_coding
+
+
+def _draw_cells(
+    random: np.random.Generator, cells: int, types: int, batches: int, knocked_down: list[str]
+) -> pd.DataFrame:
+    donors = batches * DONORS_PER_BATCH
+    donor = random.integers(donors, size=cells)
+    n = len(knocked_down)
+    perturbed = random.integers(-n, n, cells) if n else np.full(cells, -1)  # negative: control
+    levels = {
+        "cell_type": (random.integers(types, size=cells), [f"type_{k}" for k in range(types)]),
+        "batch": (donor // DONORS_PER_BATCH, [f"batch_{k}" for k in range(batches)]),
+        "donor": (donor, [f"donor_{k}" for k in range(donors)]),
+        "perturbation": (np.maximum(perturbed + 1, 0), ["control", *knocked_down]),
+    }
+    columns = {name: pd.Categorical.from_codes(codes, pd.Index(names)) for name, (codes, names) in levels.items()}
+    return pd.DataFrame(columns, index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"))
+
+
+def _draw_tree(random: np.random.Generator, types: int, genes: int) -> np.ndarray:
+    """Drift of the leaves of a binary tree, `(types, genes)`: along each edge a tenth of the genes drifts."""
+    tree = np.zeros((1, genes), np.float32)
+    while len(tree) < types:
+        tree = np.repeat(tree, 2, axis=0)
+        tree += _sparse_normal(random, tree.shape, 0.1, 1.0)
+    return tree[:types]
 
 
 def _require_between(option: str, value: int, low: int, high: int) -> None:
