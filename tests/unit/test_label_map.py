@@ -1,5 +1,6 @@
 """Labels of datasets with other columns and vocabularies become one, under one name, before anything reads them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +12,13 @@ import scipy.sparse as sp
 
 from cellmill.config import load_config
 from cellmill.config.datasets import ObsColumns
-from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.check import check_datasets, check_inputs
-from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.files import read_json
 from tests.unit.small_corpus import prepare_by_commands
 from tests.unit.test_named_files import write_config
+from tests.unit.test_obs_columns import chosen
 
 Make = Callable[..., Path]
 N, GENES = 24, ["TP53", "MYC", "BRCA2", "DPM1"]
@@ -39,51 +39,41 @@ def raw(make_h5ad: Make) -> Path:
 
 
 def _map(folder: Path, text: str, name: str = "map.tsv") -> Path:
-    (folder / name).write_text(text)
+    """A label map of `text`, under the usual header if that has none."""
+    (folder / name).write_text(text if text.startswith("from") else f"from\tto\n{text}")
     return folder / name
 
 
 def test_mapped_labels_have_the_name_of_the_table_and_others_stay(raw: Path, tmp_path: Path) -> None:
-    path = _map(tmp_path, "from\tto\nT\tT cell\njunk\t\n")
-    columns = ObsColumns(label="kind", label_name="cell_type", label_map=str(path))
-    with open_counts(raw) as reader:
-        chosen = choose_obs(reader, None, columns)
-        few = choose_obs(reader, ["cluster"], columns).obs
-    obs = ad.read_h5ad(raw).obs
+    path = _map(tmp_path, "T\tT cell\njunk\t\n")
+    columns = {"label": "kind", "label_name": "cell_type", "label_map": str(path)}
+    choice, obs = chosen(raw, None, **columns), ad.read_h5ad(raw).obs
     expected = obs["kind"].astype(object).map({"T": "T cell", "B": "B", "HSC": "HSC"})
-    assert chosen.obs["cell_type"].astype(object).where(expected.notna(), None).tolist() == [
-        None if pd.isna(value) else value for value in expected
-    ]
-    assert chosen.obs["kind"].equals(obs["kind"])
-    assert set(chosen.obs["cell_type_original"]) == {"x"}  # a column of that name, as for roles
-    assert list(few) == ["cluster", "cell_type"]
-    some = np.arange(N) < 12
-    assert chosen.label_report(some) == {
-        "labels": {"cell_type": {"renamed": {"T": 4}, "kept": {"B": 2, "HSC": 2}, "made_missing": {"junk": 2}}}
-    }
+    assert choice.obs["cell_type"].astype(object).fillna("none").tolist() == expected.fillna("none").tolist()
+    assert choice.obs["kind"].equals(obs["kind"])
+    assert set(choice.obs["cell_type_original"]) == {"x"}  # a column of that name, as for roles
+    assert list(chosen(raw, ["cluster"], **columns).obs) == ["cluster", "cell_type"]
+    counted = {"renamed": {"T": 4}, "kept": {"B": 2, "HSC": 2}, "made_missing": {"junk": 2}}
+    assert choice.label_report(np.arange(N) < 12) == {"labels": {"cell_type": counted}}
 
 
 def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_path: Path) -> None:
-    with open_counts(raw) as reader:
-        kinds = sorted(set(reader.obs["kind"].dropna().astype(str)))
-        coarse = _map(tmp_path, "from\tto\n" + "".join(f"{kind}\tall\n" for kind in kinds), "coarse.tsv")
-        fine = _map(tmp_path, f"from\tto\n{kinds[0]}\tfirst\n", "fine.tsv")
-        given = {"label": "kind|kind|kind", "label_name": "coarse|fine|kind", "label_map": f"{coarse}|{fine}|"}
-        obs = choose_obs(reader, None, ObsColumns.model_validate(given)).obs
+    coarse = _map(tmp_path, "B\tall\nHSC\tall\nT\tall\njunk\tall\n", "coarse.tsv")
+    fine = _map(tmp_path, "B\tfirst\n", "fine.tsv")
+    obs = chosen(raw, None, label="kind|kind|kind", label_name="coarse|fine|kind", label_map=f"{coarse}|{fine}|").obs
     assert set(obs["coarse"].dropna()) == {"all"}
-    assert set(obs["fine"].dropna()) == {"first", *kinds[1:]}
-    assert set(obs["kind"].dropna().astype(str)) == set(kinds)
+    assert set(obs["fine"].dropna()) == {"first", "HSC", "T", "junk"}
+    assert set(obs["kind"].dropna()) == {"B", "HSC", "T", "junk"}
 
 
 def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(raw: Path, tmp_path: Path) -> None:
-    path = _map(tmp_path, "from\tto\n1\tone\n2\ttwo\n")
-    with open_counts(raw) as reader:
-        obs = choose_obs(reader, None, ObsColumns(label="kind|cluster", label_map=f"|{path}")).obs
-        renamed = choose_obs(reader, [], ObsColumns(label="kind", label_name="cell_type")).obs
+    path = _map(tmp_path, "1\tone\n2\ttwo\n")
+    obs = chosen(raw, None, label="kind|cluster", label_map=f"|{path}").obs
     assert obs["cluster"].astype(object).fillna("none").tolist() == ["one", "two", "none"] * 8
     assert obs["cluster_original"].tolist()[:2] == [1, 2]
+    renamed = chosen(raw, [], label="kind", label_name="cell_type").obs
     assert list(renamed) == ["cell_type"]
-    assert renamed["cell_type"].tolist() == ad.read_h5ad(raw).obs["kind"].tolist()
+    assert renamed["cell_type"].tolist() == obs["kind"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,14 +94,12 @@ def test_a_wrong_map_is_an_error_of_its_line_before_and_in_the_stage(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = _map(tmp_path, text if text.startswith("from") else f"from\tto\n{text}")
-    message = "map.tsv" + message.format(raw=raw)
-    with open_counts(raw) as reader, pytest.raises(UserError) as caught:
-        choose_obs(reader, None, ObsColumns(label="kind", label_map=path.name))
-    assert str(caught.value).startswith(message)
-    with pytest.raises(UserError) as caught:
-        check_datasets(load_config(write_config(tmp_path, OPTIONS, one=_row(raw, "kind", "map.tsv"))))
-    assert str(caught.value).startswith(message)
+    _map(Path(), text)
+    message = re.escape("map.tsv" + message.format(raw=raw))
+    with pytest.raises(UserError, match=f"^{message}"):
+        chosen(raw, None, label="kind", label_map="map.tsv")
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_datasets(load_config(write_config(Path(), OPTIONS, one=_row(raw, "kind", "map.tsv"))))
 
 
 OPTIONS = (
@@ -133,11 +121,10 @@ def test_columns_that_do_not_fit_the_labels_are_refused(raw: Path, tmp_path: Pat
     ):
         with pytest.raises(ValueError, match=message):
             ObsColumns.model_validate(columns)
-    path = _map(tmp_path, "from\tto\nT\tT cell\n")
-    with open_counts(raw) as reader:
-        with pytest.raises(UserError, match="label 'batch' is also a role, which the table gives to 'kind'"):
-            choose_obs(reader, None, ObsColumns(label="batch", batch="kind", label_map=str(path)))
-        renamed = choose_obs(reader, [], ObsColumns(label="batch", label_name="lane", batch="kind")).obs
+    path = _map(tmp_path, "T\tT cell\n")
+    with pytest.raises(UserError, match="label 'batch' is also a role, which the table gives to 'kind'"):
+        chosen(raw, None, label="batch", batch="kind", label_map=str(path))
+    renamed = chosen(raw, [], label="batch", label_name="lane", batch="kind").obs
     assert (list(renamed), set(renamed["lane"])) == (["batch", "lane"], {"T"})
     pipeline = load_config(write_config(tmp_path, OPTIONS, one=_row(raw, "kind", "none.tsv")))
     check_datasets(pipeline)
@@ -150,8 +137,8 @@ def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
 ) -> None:
     first = _dataset(make_h5ad, "first", {"kind": ["T", "B"] * (N // 2)})
     second = _dataset(make_h5ad, "second", {"annotation": ["T lymphocyte", "B cell", "HSC"] * (N // 3)})
-    one = _map(tmp_path, "from\tto\nT\tT cell\nB\tB cell\n", "1.tsv")
-    two = _map(tmp_path, "from\tto\nT lymphocyte\tT cell\n", "2.tsv")
+    one = _map(tmp_path, "T\tT cell\nB\tB cell\n", "1.tsv")
+    two = _map(tmp_path, "T lymphocyte\tT cell\n", "2.tsv")
     rows = {"first": _row(first, "kind", one), "second": _row(second, "annotation", two)}
     config = write_config(tmp_path, OPTIONS, **rows)
     pipeline = load_config(config)

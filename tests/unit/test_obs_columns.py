@@ -17,7 +17,7 @@ from cellmill.config.datasets import Dataset, ObsColumns, filter_columns
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.check import check_datasets
-from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.prepare.obs import ObsChoice, choose_obs
 from cellmill.errors import DataError, UserError
 from tests.unit.small_corpus import prepare_by_commands
 from tests.unit.test_inputs import FORMATS
@@ -64,6 +64,11 @@ def raw(make_h5ad: Make, obs: pd.DataFrame) -> Path:
     return make_h5ad(sp.csr_matrix(matrix), genes=["TP53", "MYC", "BRCA2", "DPM1"], obs=obs)
 
 
+def chosen(path: Path, keep_obs: list[str] | None, **columns: str) -> ObsChoice:
+    with open_counts(path) as reader:
+        return choose_obs(reader, keep_obs, ObsColumns.model_validate(columns))
+
+
 FILTERS = [
     """is_primary_data and assay == "10x 3' v3" """,
     """assay in ["10x 3' v2", 'Smart-seq2 & co'] | age > 60""",
@@ -76,8 +81,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("condition", FILTERS)
 def test_a_filter_keeps_the_cells_that_pandas_query_keeps(raw: Path, obs: pd.DataFrame, condition: str) -> None:
-    with open_counts(raw) as reader:
-        keep = choose_obs(reader, None, ObsColumns(filter=condition)).keep
+    keep = chosen(raw, None, filter=condition).keep
     obs["in text"] = obs["in text"].astype(bool)
     wanted = obs.query(condition.replace("(1, 3)", "[1, 3]").strip(), engine="python").index
     assert 0 < len(wanted) < N
@@ -85,22 +89,15 @@ def test_a_filter_keeps_the_cells_that_pandas_query_keeps(raw: Path, obs: pd.Dat
 
 
 def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
-    assert filter_columns("""`in text` & (assay == "a `b` c" or lane in [1, 2]) and assay != lane""") == [
-        "in text",
-        "assay",
-        "lane",
-    ]
-    with pytest.raises(
-        ValueError, match=r"^filter: cannot be read \(.+\); expected a condition such as is_primary_data and"
-    ):
+    condition = """`in text` & (assay == "a `b` c" or lane in [1, 2]) and assay != lane"""
+    assert filter_columns(condition) == ["in text", "assay", "lane"]
+    fault = r"^filter: cannot be read \(.+\); expected a condition such as is_primary_data and"
+    with pytest.raises(ValueError, match=fault):
         filter_columns("age ==")
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "one of two labels": (
-        {"label": "guide | asay"},
-        "no obs column 'asay' (the dataset's label); did you mean 'assay'?",
-    ),
+    "one of labels": ({"label": "age | asay"}, "no obs column 'asay' (the dataset's label); did you mean 'assay'?"),
     "a role": ({"donor": "man"}, "no obs column 'man' (the dataset's donor); there are: assay, is_primary_data"),
     "a column": ({"filter": "assy == 'a'"}, "no obs column 'assy' (the dataset's filter); did you mean 'assay'?"),
     "a control": (
@@ -124,8 +121,8 @@ def test_a_wrong_column_is_named_before_anything_runs_and_before_counts_are_read
 ) -> None:
     columns, fault = WRONG[case]
     monkeypatch.setattr(CountsReader, "rows", lambda *_: pytest.fail("counts were read"))
-    with open_counts(raw) as reader, pytest.raises(DataError) as caught:
-        choose_obs(reader, None, ObsColumns.model_validate(columns))
+    with pytest.raises(DataError) as caught:
+        chosen(raw, None, **columns)
     assert str(caught.value).startswith(f"{raw}: {fault}")
     assert "\n" not in str(caught.value)
     if fault.startswith("no "):  # a name, which is looked for before anything runs
@@ -157,21 +154,18 @@ def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: p
 
 
 def test_a_column_with_the_name_of_a_role_is_kept_under_another(raw: Path, obs: pd.DataFrame) -> None:
-    with open_counts(raw) as reader:
-        frame = choose_obs(reader, None, ObsColumns(batch="lane")).obs
-        same = choose_obs(reader, None, ObsColumns(batch="batch")).obs
+    frame = chosen(raw, None, batch="lane").obs
     assert frame["batch_original"].tolist() == obs["batch"].tolist()
     assert frame["batch"].tolist() == frame["lane"].tolist() == obs["lane"].tolist()
-    assert list(same) == list(obs)
-    with open_counts(raw) as reader, pytest.raises(DataError, match="label 'batch' is also a role, which the table"):
-        choose_obs(reader, None, ObsColumns(batch="lane", label="batch"))
+    assert list(chosen(raw, None, batch="batch").obs) == list(obs)
+    with pytest.raises(DataError, match="label 'batch' is also a role, which the table"):
+        chosen(raw, None, batch="lane", label="batch")
 
 
 def test_a_dataset_has_options_of_its_own() -> None:
     corpus = Preprocess(min_genes=200, organism="human", keep_obs=["a"])
-    row = Dataset.model_validate(
-        {"dataset": "d", "path": "p", "organism": "none", "min_genes": "20", "max_mito_frac": "1"}
-    )
+    own = {"organism": "none", "min_genes": "20", "max_mito_frac": "1"}
+    row = Dataset.model_validate({"dataset": "d", "path": "p"} | own)
     assert row.preprocess(corpus) == Preprocess(min_genes=20, organism=None, max_mito_frac=1, keep_obs=["a"])
     assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
     with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):

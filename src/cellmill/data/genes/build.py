@@ -294,7 +294,8 @@ def _union(paths: list[Path]) -> dict[str, str]:
     organisms: dict[Path, set[str]] = {}
     for path in paths:
         with open_counts(path) as reader:
-            organisms[path] = set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
+            known = set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
+            organisms[path] = known if known and known <= {*ORGANISMS} else {*ORGANISMS}  # unknown: may be any
             refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
             genes[path], own = reader.var_names, reader.var.get("symbol", reader.var.index)
         for gene, symbol in zip(genes[path], map(str, own)):
@@ -304,17 +305,11 @@ def _union(paths: list[Path]) -> dict[str, str]:
             symbols[gene] = min(symbols.get(gene, symbol), symbol)
     n_files = Counter(gene for own in genes.values() for gene in own)
     for path in paths:
-        expected = any(_share(organisms[path], organisms[other]) for other in genes if other != path)
-        if expected and all(n_files[gene] == 1 for gene in genes[path]):
+        same_organism = any(organisms[path] & organisms[other] for other in genes if other != path)
+        if same_organism and all(n_files[gene] == 1 for gene in genes[path]):
             raise DataError(
                 f"{path}: no genes in common with the other datasets of the corpus (its first is {min(genes[path])}); "
                 "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a "
                 "corpus of its own"
             )
     return symbols
-
-
-def _share(organisms: set[str], others: set[str]) -> bool:
-    """True if two datasets should have genes in common: `preprocess.organism_column` may say that they do not."""
-    known = organisms and others and organisms | others <= set(ORGANISMS)
-    return not (known and organisms.isdisjoint(others))

@@ -138,11 +138,12 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     if missing := [name for name in (organism, reference) if name not in header]:
         wanted = f"the columns {organism} and {reference}, of Ensembl ids"
         raise DataError(f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)")
+    columns = {kind: header.index(kind) for kind in (organism, reference)}
     pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        cells = dict(reversed([*zip(header, map(str.strip, line.split("\t")))]))  # of equal columns the first
-        names = {kind: name for kind in (organism, reference) if (name := cells.get(kind))}
-        if len(names) < 2:
+        cells = [*map(str.strip, line.split("\t")), *[""] * len(header)]  # a line may be shorter than the header
+        names = {kind: cells[column] for kind, column in columns.items()}
+        if not all(names.values()):
             continue  # a gene without an ortholog, as BioMart lists it
         for kind, name in names.items():
             if not gene_id(name, kind):

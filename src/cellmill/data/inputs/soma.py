@@ -74,10 +74,10 @@ class _SomaMatrix(StoredMatrix):
                     np.concatenate([part.column(name).to_numpy() for part in parts])
                     for name in ("soma_dim_0", "soma_dim_1", "soma_data")
                 )
-                at = [np.searchsorted(known, found) for known, found in ((cells, rows), (self._genes, columns))]
-                if (self._genes[np.minimum(at[1], len(self._genes) - 1)] != columns).any():
+                cell, gene = np.searchsorted(cells, rows), np.searchsorted(self._genes, columns)
+                if (self._genes[np.minimum(gene, len(self._genes) - 1)] != columns).any():
                     raise DataError(f"{self._name}: damaged: a count of a gene that var does not have")
-                yield sp.csr_matrix((values, (at[0], at[1])), shape=(len(cells), self.shape[1]))
+                yield sp.csr_matrix((values, (cell, gene)), shape=(len(cells), self.shape[1]))
 
 
 def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:

@@ -52,7 +52,8 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
     types = optional_package("pyarrow.types", "arrow")
     plain = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
     names = [name for name in cells.column_names if name not in (TOKENS, _LENGTH)]
-    kept = [n for n in names if n != "_index" and "/" not in n and any(of(cells.field(n).type) for of in plain)]
+    of_plain = [name for name in names if any(is_kind(cells.field(name).type) for is_kind in plain)]
+    kept = [name for name in of_plain if name != "_index" and "/" not in name]  # which .h5ad cannot have
     with reading(folder):
         obs = as_obs(cells.select(kept).to_pandas(), [f"cell_{row}" for row in range(cells.num_rows)])
     column = np.full(max(tokens.values()) + 1, _UNKNOWN, np.int32)

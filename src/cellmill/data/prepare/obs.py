@@ -41,7 +41,8 @@ class MappedLabels(NamedTuple):
         for label, n in sorted(zip(self.before, n_cells), key=lambda one: (-one[1], one[0])):
             mapped = self.by_label.get(label)
             kind = "kept" if mapped is None else "made_missing" if mapped.to is None else "renamed"
-            found[kind] |= {label: n} if n else {}
+            if n:
+                found[kind][label] = n
         return found
 
 
