@@ -130,15 +130,9 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
     Raises DataError when a file shares no gene with the others, or no gene is left.
     """
     paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
-    kinds: dict[bool, Path] = {}  # a file of cells, and one of sequences
-    for path in paths:
-        with open_counts(path) as reader:
-            kinds.setdefault(reader.ordered, path)
-    if len(kinds) == 2:
-        raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
-    if True in kinds:
+    symbols, ordered = _read_symbols(paths)
+    if ordered:
         return _sequence_vocabulary(paths)
-    symbols = _union(paths)
     gene_ids = sorted(symbols)
     allowed = _allowed_genes(gene_ids, options)
     medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
@@ -287,9 +281,10 @@ def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
     return Vocabulary(residues, symbols, n_cells, medians)
 
 
-def _union(paths: list[Path]) -> dict[str, str]:
-    """Symbol of every gene in the files; if they differ, the first in alphabetical order."""
+def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
+    """Symbol of every gene in the files; if they differ, the first in alphabetical order. True if all are sequences."""
     symbols: dict[str, str] = {}
+    kinds: dict[bool, Path] = {}  # a file of sequences (True), and one of cells
     genes: dict[Path, list[str]] = {}
     organisms: dict[Path, set[str]] = {}
     for path in paths:
@@ -298,6 +293,9 @@ def _union(paths: list[Path]) -> dict[str, str]:
             organisms[path] = known if known and known <= {*ORGANISMS} else {*ORGANISMS}  # unknown: may be any
             refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
             genes[path], own = reader.var_names, reader.var.get("symbol", reader.var.index)
+            kinds.setdefault(reader.ordered, path)
+        if len(kinds) == 2:
+            raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
         for gene, symbol in zip(genes[path], map(str, own)):
             for text in (gene, symbol):
                 if text != " ".join(text.split()) or gene in SPECIAL:
@@ -312,4 +310,4 @@ def _union(paths: list[Path]) -> dict[str, str]:
                 "if it is of another organism, set preprocess.reference_organism or organism_column, or put it in a "
                 "corpus of its own"
             )
-    return symbols
+    return symbols, True in kinds

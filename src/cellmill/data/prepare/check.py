@@ -56,9 +56,10 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     if (cells := names.cells()) is not None:
         refuse_duplicates(where, "obs", pd.Index(cells, dtype=object))
     require_known(dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)")
-    named = [(where + " has", column, owner) for column, owner in dataset.read_columns.items()]
-    for start, column, owner in [*named, *((f"{path}:", column, "preprocess.keep_obs") for column in kept or ())]:
-        require_known(column, known, f"{start} no obs column {column!r} ({owner})")
+    for column, owner in dataset.read_columns.items():
+        require_known(column, known, f"{where} has no obs column {column!r} ({owner})")
+    for column in kept or ():
+        require_known(column, known, f"{path}: no obs column {column!r} (preprocess.keep_obs)")
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
         if values := [str(value) for value in names.categories_of(column) or ()]:
