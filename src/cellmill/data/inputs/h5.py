@@ -37,18 +37,17 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         require_file(path)
         return h5py.File(path, "r")
     except DataError as error:
-        raise DataError(f"{error}{then}") from None
+        fault = str(error)
     except OSError as error:
         text = one_line(error)
-    fault = f"cannot be read: {text}"
-    if "truncated" in text:
-        stored = re.search(r"stored_eof = (\d+)", text)
-        of = f" of {int(stored[1]):,}" if stored else ""
-        fault = f"truncated: {path.stat().st_size:,}{of} bytes"
-        then = then or "; copy it again"
-    elif "signature not found" in text:
-        fault = "not an HDF5 file"
-    raise DataError(f"{path}: {fault}{then}")
+        fault = f"{path}: cannot be read: {text}"
+        if "truncated" in text:
+            stored = re.search(r"stored_eof = (\d+)", text)
+            of = f" of {int(stored[1]):,}" if stored else ""
+            fault, then = f"{path}: truncated: {path.stat().st_size:,}{of} bytes", then or "; copy it again"
+        elif "signature not found" in text:
+            fault = f"{path}: not an HDF5 file"
+    raise DataError(f"{fault}{then}")
 
 
 def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:

@@ -210,17 +210,16 @@ def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
 
 
 def _shard_obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
-    frames = [pd.DataFrame(index=range(n)) for n in sizes]
+    frames = []
     for number, n in enumerate(sizes):
-        path = folder / f"shard_{number:03d}" / "obs.parquet"
-        if not path.is_file():
-            continue
-        parquet = optional_package("pyarrow.parquet", "arrow")
-        with reading(path):
-            frame = parquet.read_table(path, memory_map=True).to_pandas()
-        if len(frame.columns):  # else it has no rows either
-            if len(frame) != n:
-                raise DataError(f"{path}: expected {n:,} cells, as manifest.json, got {len(frame):,}")
-            frames[number] = frame
+        frame, path = pd.DataFrame(index=range(n)), folder / f"shard_{number:03d}" / "obs.parquet"
+        if path.is_file():
+            parquet = optional_package("pyarrow.parquet", "arrow")
+            with reading(path):
+                stored = parquet.read_table(path, memory_map=True).to_pandas()
+            frame = stored if len(stored.columns) else frame  # one without columns has no rows either
+        if len(frame) != n:
+            raise DataError(f"{path}: expected {n:,} cells, as manifest.json, got {len(frame):,}")
+        frames.append(frame)
     names = [f"{number:03d}_{row}" for number, n in enumerate(sizes) for row in range(n)]
     return as_obs(pd.concat([pd.DataFrame(), *frames], ignore_index=True), names)
