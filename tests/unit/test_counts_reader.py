@@ -151,7 +151,9 @@ def test_values_that_are_not_counts_are_refused(
     assert refusal(path) == f"{path}: X does not hold counts: {text}"
 
 
-def test_missing_foreign_and_empty_files_and_repeated_names_are_named(tmp_path: Path, make_h5ad: Make) -> None:
+def test_missing_foreign_empty_and_truncated_files_and_repeated_names_are_named(
+    tmp_path: Path, make_h5ad: Make, counts: sp.csr_matrix
+) -> None:
     assert refusal(tmp_path / "none.h5ad") == f"{tmp_path}/none.h5ad: no such file"
     assert refusal(tmp_path).startswith(f"{tmp_path}: no known format; there are: FASTA of proteins (")
     for text in ("", "cell,gene\n1,2\n"):
@@ -164,11 +166,7 @@ def test_missing_foreign_and_empty_files_and_repeated_names_are_named(tmp_path: 
     assert refusal(make_h5ad(np.ones((3, 0), np.float32))).endswith("empty: 3 cells x 0 genes")
     repeated = make_h5ad(np.ones((5, 3), np.float32), obs=pd.DataFrame(index=["x", "x", "x", "y", "y"]))
     assert "obs names are not unique: 'x' occurs 3 times and 1 more repeat; call obs_" in refusal(repeated)
-
-
-def test_a_file_truncated_anywhere_is_refused(make_h5ad: Make, counts: sp.csr_matrix, tmp_path: Path) -> None:
-    whole = make_h5ad(counts).read_bytes()
-    cut = tmp_path / "cut.h5ad"
+    whole, cut = make_h5ad(counts).read_bytes(), tmp_path / "cut.h5ad"
     for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
         cut.write_bytes(whole[: int(len(whole) * frac)])
         assert re.search(r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes; copy it again$", refusal(cut))

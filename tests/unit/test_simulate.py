@@ -77,12 +77,10 @@ def test_the_demo_is_700_cells_of_counts_with_labels(tmp_path: Path) -> None:
     assert (data.obs["n_counts"] >= data.X.sum(axis=1).A1).all()
 
 
-def test_counts_are_recovered_from_rounded_logarithms_and_other_values_are_refused() -> None:
-    random = np.random.default_rng(0)
-    counts = sp.csr_matrix(random.poisson(1, (40, 30)))
-    totals = counts.sum(axis=1).A1 + random.integers(1, 5000, 40)
-    scaled = sp.diags(1e4 / totals) @ counts
-    logs = scaled.log1p().astype(np.float32).tocsr()
+def test_values_that_are_no_logarithms_of_counts_are_refused() -> None:
+    counts = sp.csr_matrix(np.random.default_rng(0).poisson(1, (40, 30)))
+    totals = counts.sum(axis=1).A1 + 1000
+    logs = (sp.diags(1e4 / totals) @ counts).log1p().astype(np.float32).tocsr()
     assert (simulate.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
     fault = r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
     with pytest.raises(DataError, match=fault):

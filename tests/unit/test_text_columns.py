@@ -32,13 +32,6 @@ def column(kind: str, values: list[str | None], index: Any = None) -> pd.Series:
     return pd.Series(values, index=index, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_are_text_and_missing_ones_as_given(kind: str) -> None:
-    got = text_values(column(kind, ["b", None, "a", "b"]), missing="none")
-    assert got.dtype == object
-    assert got.tolist() == ["b", "none", "a", "b"]
-
-
 def test_numbers_booleans_and_dates_have_the_text_of_astype_str() -> None:
     for values in ([1.5, 2.0, 1e20], [1, 2, 1], [True, False], pd.to_datetime(["2020-01-01", "2021-02-03"])):
         assert text_values(pd.Series(values)).tolist() == pd.Series(values).astype(str).tolist()
