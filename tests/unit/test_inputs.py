@@ -53,8 +53,8 @@ def refusal(path: Path, matrix: str = "X") -> str:
     return text
 
 
-def h5ad(matrix: Any, path: Path, **filters: Any) -> Path:
-    ad.AnnData(matrix, OBS, pd.DataFrame(index=GENES)).write_h5ad(path, **filters)
+def h5ad(matrix: Any, path: Path) -> Path:
+    ad.AnnData(matrix, OBS, pd.DataFrame(index=GENES)).write_h5ad(path)
     return path
 
 
@@ -74,7 +74,14 @@ def zarr_zip(counts: sp.csr_matrix, folder: Path) -> Path:
 
 
 def with_filter(counts: sp.csr_matrix, folder: Path, **filters: Any) -> Path:
-    return h5ad(counts, folder / "filtered.h5ad", **filters)
+    """Filters for X alone: blosc crashes on text."""
+    path = h5ad(counts, folder / "filtered.h5ad")
+    with h5py.File(path, "a") as file:
+        for name in ("data", "indices", "indptr"):
+            values = file["X"][name][:]
+            del file["X"][name]
+            file["X"].create_dataset(name, data=values, chunks=(100,), **filters)
+    return path
 
 
 def of_dtype(counts: sp.csr_matrix, folder: Path, dtype: str) -> Path:
@@ -162,7 +169,7 @@ def plugin_filter(counts: sp.csr_matrix, folder: Path, name: str) -> Path:
 
 
 FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
-    "gzip": partial(with_filter, compression="gzip"),
+    "gzip": partial(with_filter, compression="gzip", shuffle=True),
     "lzf": partial(with_filter, compression="lzf"),
     "zstd": partial(plugin_filter, name="Zstd"),
     "blosc": partial(plugin_filter, name="Blosc"),
