@@ -12,11 +12,12 @@ from cellmill.config.checks import check_rows
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.config.run import Stream
+from cellmill.data.arrays import positions_in_rows
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
-from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, places
+from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
@@ -118,7 +119,7 @@ def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path
 
 def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
     starts, genes = np.array([0, 3, 6, 9]), np.array([1, 2, 2, 2, 1, 2, 1, 2, 2])
-    hashes = hash_cells(starts, genes, places(starts), hash_genes(list(RESIDUES))).tolist()
+    hashes = hash_cells(starts, genes, positions_in_rows(starts), hash_genes(list(RESIDUES))).tolist()
     assert hashes[0] == hashes[2] != hashes[1]
 
 

@@ -97,6 +97,11 @@ def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     return sums
 
 
+def positions_in_rows(starts: np.ndarray) -> np.ndarray:
+    """Position from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+
+
 def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
     """Scale each row of counts to a sum of 10,000; return `(nonzeros,)` of `dtype`.
 
@@ -149,15 +154,15 @@ def rank_order_rows(
         genes, counts = genes[order], counts[order]
     ranked, ranked_counts, edges = np.empty_like(genes), np.empty_like(counts), starts.tolist()
     for first in range(0, len(edges) - 1, _RANKED):
-        own = edges[first : first + _RANKED + 1]
-        part = slice(own[0], own[-1])
+        borders_of_part = edges[first : first + _RANKED + 1]
+        part = slice(borders_of_part[0], borders_of_part[-1])
         key = counts[part].astype(np.float32)
         key *= inverse_median.take(genes[part])
         packed = (~key.view(np.uint32)).astype(np.uint64)
         packed <<= np.uint64(32)
         packed |= np.arange(len(packed), dtype=np.uint64)
-        for start, stop in pairwise(own):
-            packed[start - own[0] : stop - own[0]].sort()
+        for start, stop in pairwise(borders_of_part):
+            packed[start - borders_of_part[0] : stop - borders_of_part[0]].sort()
         packed &= np.uint64(0xFFFFFFFF)
         order = packed.view(np.int64)
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy

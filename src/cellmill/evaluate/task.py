@@ -23,12 +23,12 @@ from sklearn.decomposition import PCA
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.arrays import log_normalise, rank_buckets, summed
+from cellmill.data.arrays import log_normalise, positions_in_rows, rank_buckets, summed
 from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index, places
+from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, record, verify_changed
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_names
@@ -167,7 +167,7 @@ class TrainedCells:
                 if not len(rows):
                     continue
                 block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
-                values = places(block.indptr) if reader.ordered else block.data
+                values = positions_in_rows(block.indptr) if reader.ordered else block.data
                 hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
                 for known in trained:
                     found[first + rows] |= are_in(hashes, known)

@@ -29,13 +29,13 @@ from cellmill.data.shards.reader import RowFile, open_shards
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, sha256_file
 
-_ROWS = 1024
+_ROWS, _THREADS = 1024, 4
 _CHUNK = 8 << 20
 _HEADER_BYTES = 16 << 20  # most bytes of layout.json or medians
 _DAMAGES = (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
-def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
+def archive_shards(manifest: Manifest, out: Path) -> int:
     """Write an archive of all files of a manifest to the folder `out`; return its bytes.
 
     Files that are there already are kept; manifest.json is written last. Raises DataError naming a damaged shard.
@@ -45,22 +45,22 @@ def archive_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
         if entry.shards:
             rows |= {shard.path.name: shard for shard in open_shards(manifest, split)}
     files = manifest.files()
-    verify(manifest, files, threads)
-    with ThreadPoolExecutor(threads) as pool:
+    verify(manifest)
+    with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
     with atomic_path(out / manifest.path.name) as temporary:
         shutil.copyfile(manifest.path, temporary)
     return sum((out / f"{file.name}.zip").stat().st_size for file in files)
 
 
-def restore_shards(manifest: Manifest, out: Path, threads: int = 4) -> int:
+def restore_shards(manifest: Manifest, out: Path) -> int:
     """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their number.
 
     Files that are there already are kept; manifest.json is written last. Raises DataError for a file whose SHA-256 is
     not the manifest's.
     """
     files = manifest.files()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
     with atomic_path(out / manifest.path.name) as temporary:
         shutil.copyfile(manifest.path, temporary)
@@ -89,14 +89,14 @@ def _copy_rest(file: ShardEntry | IndexEntry, size: int, source: IO[bytes], out:
     if isinstance(file, ShardEntry):
         width = np.dtype(file.dtype).itemsize
         arrays = sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)]) if file.nnz else []
-    at = 0
+    position = 0
     for start, n_bytes in [*arrays, (size, 0)]:
-        whole.seek(at)
-        while at < start:
-            if not (piece := source.read(min(start - at, _CHUNK))):
-                raise ValueError(f"{start - at:,} bytes are missing")
-            at += out.write(piece)
-        at += n_bytes
+        whole.seek(position)
+        while position < start:
+            if not (piece := source.read(min(start - position, _CHUNK))):
+                raise ValueError(f"{start - position:,} bytes are missing")
+            position += out.write(piece)
+        position += n_bytes
 
 
 def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
@@ -156,10 +156,10 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
     descriptor = restored.fileno()
     restored.flush()
     for number, first in enumerate(range(0, file.n_obs, _ROWS)):
-        own = starts[first : first + _ROWS + 1] - starts[first]
+        in_block = starts[first : first + _ROWS + 1] - starts[first]
         blocks = []
         for name, dtype in (("genes", np.dtype("<i4")), ("counts", np.dtype(file.dtype))):
-            n_bytes = dtype.itemsize * int(own[-1])
+            n_bytes = dtype.itemsize * int(in_block[-1])
             stored = _member(archive, f"{name}-{number}", 2 * n_bytes + 1024)
             shuffled = Zstd().decode(stored, np.empty(n_bytes, np.uint8))  # the header may claim any size
             blocks.append(np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype))
@@ -167,7 +167,7 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
         if layout["by_gene"][number]:
             if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
                 raise ValueError("it has genes outside the vocabulary")
-            genes, counts = rank_order_rows(own, genes, counts, inverse)
+            genes, counts = rank_order_rows(in_block, genes, counts, inverse)
         os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
         os.pwrite(descriptor, counts.tobytes(), file.counts_at + counts.itemsize * int(starts[first]))
 

@@ -158,22 +158,17 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
         cells = slice(first, first + _HASHED)
         lengths = np.diff(starts[first : first + _HASHED + 1])
         nonzeros = slice(starts[first], starts[first] + lengths.sum())
-        of_counts = counts[nonzeros]
+        block_counts = counts[nonzeros]
         pairs = gene_hashes.take(genes[nonzeros])
-        pairs ^= _SMALL_COUNTS.take(of_counts) if small else splitmix64(of_counts.astype(np.uint64))
+        pairs ^= _SMALL_COUNTS.take(block_counts) if small else splitmix64(block_counts.astype(np.uint64))
         splitmix64(pairs, in_place=True)
         filled = np.flatnonzero(lengths)
-        at = (starts[cells] - starts[first])[filled]
-        sums[cells][filled, 0] = np.add.reduceat(pairs, at) if len(filled) else 0
+        begins = (starts[cells] - starts[first])[filled]
+        sums[cells][filled, 0] = np.add.reduceat(pairs, begins) if len(filled) else 0
         pairs ^= _SECOND
         splitmix64(pairs, in_place=True)
-        sums[cells][filled, 1] = np.add.reduceat(pairs, at) if len(filled) else 0
+        sums[cells][filled, 1] = np.add.reduceat(pairs, begins) if len(filled) else 0
     return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
-
-
-def places(starts: np.ndarray) -> np.ndarray:
-    """Place from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +101,7 @@ def main() -> None:
         folder.mkdir(mode=0o700)
         lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _copy_all(task, folder, ended.is_set)
+        _copy_all(task, folder, ended)
     except _Ended:
         pass
     except (OSError, UserError) as error:
@@ -121,7 +120,7 @@ def remove_abandoned(parent: Path) -> None:
             LocalCopies(lock.parent).remove()
 
 
-def _copy_all(task: CopyTask, folder: Path, is_ended: Callable[[], bool]) -> None:
+def _copy_all(task: CopyTask, folder: Path, ended: Event) -> None:
     started, n, used, why = time.monotonic(), 0, 0, ""
     for name, sha256 in task.shards.items():
         shard = Path(name)
@@ -136,13 +135,13 @@ def _copy_all(task: CopyTask, folder: Path, is_ended: Callable[[], bool]) -> Non
                 f"for {n} of {len(task.shards)} shards; the others are read from the shared folder"
             )
             return
-        _copy(shard, folder / shard.name, sha256, is_ended)
+        _copy(shard, folder / shard.name, sha256, ended)
         n, used = n + 1, used + size
     copied = f"{os.uname().nodename}: copied {n} of {len(task.shards)} shards, {used / 1e9:.2f} GB, to {folder.parent}"
     print(f"{copied} in {time.monotonic() - started:.0f} s{why}", flush=True)
 
 
-def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) -> None:
+def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
     """Copy a shard. Raises UserError if its bytes differ from the manifest's digest."""
     temporary = copy.with_name(f".{copy.name}.incomplete")
     try:
@@ -151,7 +150,7 @@ def _copy(shard: Path, copy: Path, sha256: str, is_ended: Callable[[], bool]) ->
                 view = memoryview(chunk)
                 while view:  # a write may be short, as just before a disk is full
                     view = view[target.write(view) :]
-                if is_ended():
+                if ended.is_set():
                     raise _Ended
             os.fsync(target)
             # so that the digest is of the bytes on disk, not of those in memory

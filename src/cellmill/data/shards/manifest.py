@@ -27,6 +27,7 @@ FORMAT = 2
 REMEDY = "make the shards again (the `shard` stage)"
 READ = ("train", "val")  # splits that a training reads
 VERIFIED = "verified.json"
+_THREADS = 4  # that hash
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -216,7 +217,7 @@ def fingerprint_of(
     return digest({"format": 1, "vocabulary": vocabulary, "seed": seed, "split": split, "splits": contents})
 
 
-def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None, threads: int = 4) -> None:
+def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None) -> None:
     """Hash every byte of the files, of all unless given. Raises DataError naming the first with another SHA-256.
 
     About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for every open.
@@ -226,7 +227,7 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}: no such file, but the manifest lists it; {REMEDY}")
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         megabytes = [path.stat().st_size / 1e6 for path in paths]
         hashed = zip(paths, files, pool.map(sha256_file, paths), megabytes)
         for path, file, sha256, _ in progress(hashed, "hashing shards", sum(megabytes), "MB", lambda item: item[3]):

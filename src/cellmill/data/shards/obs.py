@@ -72,18 +72,18 @@ def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
 def values_of_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
     """Return `(n_obs, columns)` float64: numbers of obs columns, NaN where there is none."""
     table = np.full((len(obs), len(columns)), np.nan)
-    for at, name in enumerate(columns):
+    for place, name in enumerate(columns):
         if name in obs:
-            table[:, at] = pd.to_numeric(obs[name].astype(object), errors="coerce")
+            table[:, place] = pd.to_numeric(obs[name].astype(object), errors="coerce")
     return table
 
 
 def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
     """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that it lacks."""
     numbers = np.zeros((len(obs), len(levels)), np.int32)
-    for at, (name, known) in enumerate(levels.items()):
+    for place, (name, known) in enumerate(levels.items()):
         if (values := values_of_column(obs, dataset, name)) is not None:
-            numbers[:, at] = level_numbers(values, known)
+            numbers[:, place] = level_numbers(values, known)
     return numbers
 
 
@@ -120,9 +120,9 @@ class ObsColumn:
 def columns_of(dtypes: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
     """Columns of a corpus, without `dataset`, from the dtypes of each dataset."""
     columns = []
-    for name in dict.fromkeys(name for own in dtypes for name in own):
-        present = [name in own for own in dtypes]
-        found = {own[name] for own in dtypes if name in own}
+    for name in dict.fromkeys(name for dataset in dtypes for name in dataset):
+        present = [name in dataset for dataset in dtypes]
+        found = {dataset[name] for dataset in dtypes if name in dataset}
         dtype = "<f8" if found <= {"<i8", "<f8"} else None
         if all(present) and len(found) == 1:
             [dtype] = found
@@ -168,9 +168,9 @@ class JointObs:
         """obs of cells, given as numbers of datasets and rows in their files, in that order."""
         columns = {name: self.column(place, dataset, row) for place, name in enumerate(self.column_names)}
         names = np.empty(len(row), object)
-        for number, own in _by_dataset(dataset):
-            texts = self._load(f"{number}-names")[row[own]].tolist()
-            names[own] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
+        for number, cells in _by_dataset(dataset):
+            texts = self._load(f"{number}-names")[row[cells]].tolist()
+            names[cells] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
         return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
 
     def column(self, place: int, dataset: np.ndarray, row: np.ndarray) -> np.ndarray | pd.Categorical:
@@ -180,16 +180,16 @@ class JointObs:
         column, place = self.columns[place - 1], place - 1
         missing = {"<f8": np.nan, None: None}.get(column.dtype, 0)
         values = np.full(len(row), missing, column.dtype or object)
-        for number, own in _by_dataset(dataset):
+        for number, cells in _by_dataset(dataset):
             if not column.present[number]:
                 continue
-            stored = self._load(f"{number}-{place}")[row[own]]
+            stored = self._load(f"{number}-{place}")[row[cells]]
             if column.dtype is None:
                 codes, inverse = np.unique(stored, return_inverse=True)
                 texts = self._load(f"{number}-{place}-values")[codes[codes >= 0]].tolist()
                 decoded = [None] * int((codes < 0).any()) + [text.decode() for text in texts]
                 stored = np.array(decoded, object)[inverse]
-            values[own] = stored
+            values[cells] = stored
         # of a column of many values, such as barcodes, a shard has its own alone
         return values if column.dtype is not None else pd.Categorical(values, categories=column.values)
 
@@ -214,12 +214,12 @@ def write_split_index(
     if not len(nnz):
         return {}
     parts = np.split(nnz, range(cells_per_shard, len(nnz), cells_per_shard))
-    if (total := max(int(own.sum(dtype=np.int64)) for own in parts)) > MAX_NONZEROS:
+    if (total := max(int(shard.sum(dtype=np.int64)) for shard in parts)) > MAX_NONZEROS:
         raise DataError(
             f"{folder}: {total:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
         )
     with new_array(folder / f"{split}-offsets.npy", (len(nnz) + len(parts),), "<i4") as offsets:
-        np.concatenate([np.append(0, np.cumsum(own)) for own in parts], out=offsets, casting="unsafe")
+        np.concatenate([np.append(0, np.cumsum(shard)) for shard in parts], out=offsets, casting="unsafe")
     with new_array(folder / f"{split}-hashes.npy", (2, len(nnz)), "<u8") as ordered:
         ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
     return {kind: _entry(folder, split, kind) for kind in ("offsets", "hashes")}
@@ -252,14 +252,14 @@ def write_columns(
                 split: stack.enter_context(new_array(folder / f"{split}-{kind}.npy", (len(columns), len(cells)), dtype))
                 for split, cells in splits.items()
             }
-            for at, (name, encode) in enumerate(columns.items()):
+            for place, (name, encode) in enumerate(columns.items()):
                 column, sha256 = np.zeros(first[-1], dtype), hashlib.sha256()
                 for start, rows, values in zip(first, kept, map(encode, chunks(name))):
                     sha256.update(values.tobytes())
                     column[start + rows] = values
                 digests[name] = sha256.hexdigest()
                 for split, cells in splits.items():
-                    arrays[split][at] = column[first[cells["dataset"]] + cells["row"]]
+                    arrays[split][place] = column[first[cells["dataset"]] + cells["row"]]
         for split in splits:
             index[split][kind] = _entry(folder, split, kind)
         return digests

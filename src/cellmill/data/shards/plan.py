@@ -27,10 +27,10 @@ from pydantic import ConfigDict, Field
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.arrays import select_columns, text_values
+from cellmill.data.arrays import positions_in_rows, select_columns, text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, hash_text, open_array, places, splitmix64
+from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, hash_text, open_array, splitmix64
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
@@ -89,10 +89,10 @@ def split_by_value(
             f"shard.split_by {column!r} has {values_text}, too few to split into {splits}; "
             "split by another column, set a fraction to 0, or leave split_by null"
         )
-    of_value = np.zeros(len(unique), np.int8)
-    of_value[order[:n_test]] = 2
-    of_value[order[n_test : n_test + n_val]] = 1
-    return of_value[code]
+    split_of_value = np.zeros(len(unique), np.int8)
+    split_of_value[order[:n_test]] = 2
+    split_of_value[order[n_test : n_test + n_val]] = 1
+    return split_of_value[code]
 
 
 @dataclass(frozen=True)
@@ -269,15 +269,15 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
         for block in progress(reader.rows(BLOCK), f"divide {path.stem}", reader.n_obs):
             counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
             # a sequence is its residues at their places, a cell its genes with their counts
-            values = places(counts.indptr) if reader.ordered else counts.data
+            values = positions_in_rows(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
             part = cells[first : first + block.shape[0]]
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
-        of_split = None
+        split_values = None
         if split_by == DATASET:
-            of_split = np.full(reader.n_obs, path.stem, object)
+            split_values = np.full(reader.n_obs, path.stem, object)
         elif split_by is not None:
             column = reader.obs_column(split_by, "shard.split_by")
             if n_missing := int(column.isna().sum()):
@@ -285,9 +285,9 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
                     f"{path}: {n_missing:,} cells have no {split_by!r} (shard.split_by), so no split; "
                     "fill in the column, or split by another"
                 )
-            of_split = text_values(column.astype(object))
+            split_values = text_values(column.astype(object))
         dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
-        return _Scan(dtypes, of_split, np.concatenate(hashes), cells, reader.ordered, reader.ranked)
+        return _Scan(dtypes, split_values, np.concatenate(hashes), cells, reader.ordered, reader.ranked)
 
 
 def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
@@ -329,7 +329,7 @@ def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tupl
     repeated = np.zeros(len(hashes), bool)
     repeated[order[1:][equal]] = True
     first = np.flatnonzero(np.concatenate([[True], ~equal]))  # of each group of equal cells
-    of_group = split[order]
-    mixed = np.maximum.reduceat(of_group, first) != np.minimum.reduceat(of_group, first)
+    split_in_order = split[order]
+    mixed = np.maximum.reduceat(split_in_order, first) != np.minimum.reduceat(split_in_order, first)
     sizes = np.diff(np.concatenate([first, [len(hashes)]]))
     return repeated, int(sizes[mixed].sum())

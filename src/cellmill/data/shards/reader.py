@@ -49,13 +49,15 @@ _preadv.restype = ctypes.c_ssize_t
 _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
 
-def places(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct iovec`: to be used while
-    the array lives. Raises IndexError when one is not in it."""
+def iovecs(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct iovec`.
+
+    To be used while the array lives. Raises IndexError for a slice that is not in it.
+    """
     assert array.flags.c_contiguous
     assert array.flags.writeable
     if len(starts) and (starts.min() < 0 or sizes.min() < 0 or (starts + sizes).max() > len(array)):
-        raise IndexError(f"expected places within {len(array):,} entries")
+        raise IndexError(f"expected slices within {len(array):,} entries, got one beyond")
     table = np.empty((len(starts), 2), np.uint64)
     table[:, 0] = array.ctypes.data + array.itemsize * starts
     table[:, 1] = array.itemsize * sizes
@@ -105,11 +107,11 @@ class Contiguous:
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError at the end of the file."""
         values = np.empty(stop - start, self.dtype)
-        self.scatter(descriptor, start, places(values, np.zeros(1, np.int64), np.array([len(values)])))
+        self.scatter(descriptor, start, iovecs(values, np.zeros(1, np.int64), np.array([len(values)])))
         return values
 
     def scatter(self, descriptor: int, start: int, table: np.ndarray) -> None:
-        """Fill a table of `places`, which must live until then, with the values from `start` on."""
+        """Fill a table of `iovecs`, which must live until then, with the values from `start` on."""
         offset = self.offset + self.dtype.itemsize * start
         for first in range(0, len(table), IOV_MAX):
             part = table[first : first + IOV_MAX]
@@ -141,8 +143,8 @@ class Chunks:
         chunks = cls(np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.uint8), length, dataset.dtype)
 
         def add(chunk: Any) -> None:
-            at = chunk.chunk_offset[0] // length
-            chunks.offsets[at], chunks.sizes[at], chunks.masks[at] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            i = chunk.chunk_offset[0] // length
+            chunks.offsets[i], chunks.sizes[i], chunks.masks[i] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         dataset.id.chunk_iter(add)
         if not chunks.sizes.all() or (chunks.sizes > 2 * length * dataset.dtype.itemsize + 1024).any():
@@ -153,9 +155,9 @@ class Chunks:
         """Values `start` to `stop`. Raises ValueError or zlib.error for a damaged chunk."""
         first, n_bytes = start // self.length, self.length * self.dtype.itemsize
         values = [np.empty(0, self.dtype)]
-        for at in range(first, -(-stop // self.length)):
-            size, mask = int(self.sizes[at]), int(self.masks[at])
-            stored = os.pread(descriptor, size, int(self.offsets[at]))
+        for number in range(first, -(-stop // self.length)):
+            size, mask = int(self.sizes[number]), int(self.masks[number])
+            stored = os.pread(descriptor, size, int(self.offsets[number]))
             inflated = stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
             if len(stored) != size or len(inflated) != n_bytes:
                 raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
@@ -213,7 +215,7 @@ class RowFile:
         return self._read(lambda descriptor: self.counts.read(descriptor, start, stop))
 
     def scatter(self, start: int, genes: np.ndarray, counts: np.ndarray | None) -> None:
-        """Fill tables of `places`, which must live until then, with genes and counts from nonzero `start` on."""
+        """Fill tables of `iovecs`, which must live until then, with genes and counts from nonzero `start` on."""
 
         def read(descriptor: int) -> None:
             for array, table in ((self.genes, genes), (self.counts, counts)):

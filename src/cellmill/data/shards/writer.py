@@ -33,7 +33,7 @@ from cellmill.data.shards.manifest import (
     stamp,
 )
 from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, open_cells, places, read_names
+from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, iovecs, open_cells, read_names
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, progress, read_json, remove_incomplete, sha256_file, write_json
 
@@ -60,14 +60,14 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
         for name, shards in entries.items()
     }
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
-    of_genes = ShardVocabulary(digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians)
+    genes = ShardVocabulary(digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians)
     if vocabulary.variability is not None:
-        of_genes["variability"] = vocabulary.variability.tolist()
+        genes["variability"] = vocabulary.variability.tolist()
     split = {"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac}
     manifest = Manifest(
         path=out,
-        fingerprint=fingerprint_of(of_genes, options.seed, split, splits),
-        vocabulary=of_genes,
+        fingerprint=fingerprint_of(genes, options.seed, split, splits),
+        vocabulary=genes,
         seed=options.seed,
         split=split,
         obs_columns=plan.obs.column_names,
@@ -176,12 +176,12 @@ class _Writer:
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
             starts_of_block = block.indptr.astype(np.int64)
-            genes, of_gene = block.indices, block.data
+            genes, block_counts = block.indices, block.data
             if not ordered:
-                genes, of_gene = rank_order_rows(starts_of_block, genes, of_gene, self._weights)
-            for array, kind in ((starts_of_block, "<i8"), (genes, "<i4"), (of_gene, "<u4")):
+                genes, block_counts = rank_order_rows(starts_of_block, genes, block_counts, self._weights)
+            for array, kind in ((starts_of_block, "<i8"), (genes, "<i4"), (block_counts, "<u4")):
                 update(array.astype(kind, copy=False).data)
-            yield sp.csr_matrix((of_gene, genes, starts_of_block), shape=block.shape)
+            yield sp.csr_matrix((block_counts, genes, starts_of_block), shape=block.shape)
 
 
 def _narrow_indptr(path: Path) -> None:
@@ -196,36 +196,37 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
     """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest dtype)."""
     dataset, rows = np.ascontiguousarray(cells["dataset"]), np.ascontiguousarray(cells["row"])
     numbers = np.unique(dataset).tolist()
-    lengths = np.zeros(len(cells), np.int64)
+    first, last = np.empty((2, len(cells)), np.int64)  # nonzero of each row in its file, and the end
     for number in numbers:
-        own, indptr = dataset == number, sources[number].indptr
-        lengths[own] = indptr[rows[own] + 1] - indptr[rows[own]]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+        chosen, indptr = dataset == number, sources[number].indptr
+        first[chosen], last[chosen] = indptr[rows[chosen]], indptr[rows[chosen] + 1]
+    starts = np.concatenate([[0], np.cumsum(last - first)])
     columns = np.empty(starts[-1], np.int32)
     counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in numbers)))
 
     def read(task: tuple[int, np.ndarray]) -> None:
-        number, chosen = task
-        source, first = sources[number], sources[number].indptr[rows[chosen]]
-        last, targets = first + lengths[chosen], starts[chosen]
-        gaps = first[1:] - last[:-1]
+        source, chosen = sources[task[0]], task[1]
+        begins, ends, targets = first[chosen], last[chosen], starts[chosen]
+        gaps = begins[1:] - ends[:-1]
         edges = [0, *(np.flatnonzero(gaps > _MOST_GAP) + 1).tolist(), len(chosen)]
         contiguous = all(isinstance(stored, Contiguous) for stored in (source.genes, source.counts))
         if contiguous and source.dtype == counts.dtype:
             skipped, tables = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)], []
             for into, between in zip((columns, counts), skipped):
                 table = np.empty((2 * len(chosen), 2), np.uint64)  # each row, then what lies before the next one
-                table[::2] = places(into, targets, lengths[chosen])
-                table[1:-1:2] = places(between, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
+                table[::2] = iovecs(into, targets, ends - begins)
+                table[1:-1:2] = iovecs(between, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
                 tables.append(table)
             for low, high in pairwise(edges):
-                source.scatter(int(first[low]), *(table[2 * low : 2 * high - 1] for table in tables))
+                source.scatter(int(begins[low]), *(table[2 * low : 2 * high - 1] for table in tables))
             return
         for low, high in pairwise(edges):
-            start, stop = int(first[low]), int(last[high - 1])
-            for into, stored in ((columns, source.read_genes(start, stop)), (counts, source.read_counts(start, stop))):
-                for target, at, end in zip(*(array[low:high].tolist() for array in (targets, first, last))):
-                    into[target : target + end - at] = stored[at - start : end - start]
+            start, stop = int(begins[low]), int(ends[high - 1])
+            genes, values = source.read_genes(start, stop), source.read_counts(start, stop)
+            for target, begin, end in zip(*(array[low:high].tolist() for array in (targets, begins, ends))):
+                stored = slice(begin - start, end - start)
+                columns[target : target + end - begin] = genes[stored]
+                counts[target : target + end - begin] = values[stored]
 
     tasks = []
     for number in numbers:

@@ -21,7 +21,7 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL
 
 _SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
-_KEPT = 8  # free blocks of each size: the arrays of the batches that are made, queued and used
+_KEPT = 8  # free blocks of each size: arrays of windows that are read, and of batches that are made, queued and used
 _free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by bytes
 
 
@@ -137,30 +137,22 @@ class Prefixes:
         self.cu_seqlens = np.zeros(len(starts), np.int32)
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
-    def of(self, array: np.ndarray) -> np.ndarray:
-        """Entries of `array`, `(nonzeros,)`, that are kept."""
-        parts = self._parts(array)
-        return array if parts[0] is array else np.concatenate(parts)
-
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
         """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in an array of their own."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
-        np.concatenate([array[:0], *self._parts(array)], out=kept, casting="unsafe")
+        if self.cu_seqlens[-1] == self._starts[-1]:  # no cell is cut
+            kept[:] = array
+        else:
+            first = self._starts[:-1].tolist()
+            parts = [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
+            np.concatenate(parts, out=kept, casting="unsafe")
         return kept
 
     def token_ids(self, genes: np.ndarray) -> np.ndarray:
         """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
-        if self.cu_seqlens[-1] == self._starts[-1]:  # no cell is cut: one pass
-            return np.add(genes, len(SPECIAL), out=recycled_empty(len(genes), np.int32), casting="unsafe")
         ids = self.copy(genes, np.int32)
         ids += len(SPECIAL)
         return ids
-
-    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
-        if self.cu_seqlens[-1] == self._starts[-1]:
-            return [array]
-        first = self._starts[:-1].tolist()
-        return [array[start : start + n] for start, n in zip(first, self.lengths.tolist())]
 
 
 def tokenized(

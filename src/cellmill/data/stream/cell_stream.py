@@ -33,7 +33,12 @@ _TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
 # options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = (
-    *("weight_by", "labelled_frac", "weight_exponent", "max_repeats", "weight_warmup_steps", "weight_start_exponent"),
+    "weight_by",
+    "labelled_frac",
+    "weight_exponent",
+    "max_repeats",
+    "weight_warmup_steps",
+    "weight_start_exponent",
 )
 _TRAIN_FRAC = "train_frac"
 
@@ -194,8 +199,11 @@ class CellStream:
             step, stop = 0, per_epoch
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
-            first, last = (layout.lanes_before(min(max(at - epoch * per_epoch, 0), per_epoch)) for at in (step, stop))
-            for lane in (lane for lane in range(layout.lanes) if lane % self._world in ranks):
+            first_step, last_step = (min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop))
+            first, last = layout.lanes_before(first_step), layout.lanes_before(last_step)  # cells of each lane
+            for lane in range(layout.lanes):
+                if lane % self._world not in ranks:
+                    continue
                 for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
                     if high > first[lane] and low < last[lane]:
                         read.update(order.window_runs(lane, window)[:, 0].tolist())
@@ -229,18 +237,20 @@ class CellStream:
         lengths, n_cells = self._tokenizer.numbers(steps.lengths), steps.n_cells
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most, multiple = np.maximum(cuts.max(1), self._min_microbatches), self._microbatch_multiple
-        numbers = (-(-most // multiple) * multiple).tolist()
+        n_micro = (-(-most // multiple) * multiple).tolist()
         is_even = multiple > 1 or self._min_microbatches > 1
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        borders, full = [0], []  # of this rank's micro-batches, by cell, and how many are not empty in each step
-        for end, n, own_cuts, number in zip(ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], numbers):
+        borders, n_filled = [0], []  # of this rank's micro-batches, by cell, and how many are not empty in each step
+        for end, n, own_cuts, number in zip(ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], n_micro):
             if is_even:
-                of_step = cut_evenly(lengths[end - n : end], number)
+                cuts_in_step = cut_evenly(lengths[end - n : end], number)
+            elif own_cuts == 1:
+                cuts_in_step = [0, n]
             else:
-                of_step = [0, n] if own_cuts == 1 else cut_batch(lengths[end - n : end], self._budget)
-            borders += [borders[-1] + border for border in of_step[1:]]
-            full.append(len(of_step) - 1)
-        made: list[Batch] = []
+                cuts_in_step = cut_batch(lengths[end - n : end], self._budget)
+            borders += [borders[-1] + border for border in cuts_in_step[1:]]
+            n_filled.append(len(cuts_in_step) - 1)
+        filled: list[Batch] = []
         for first, last in pairwise(cut_batch(np.diff(steps.starts[borders]), _TOGETHER)):
             start, stop = borders[first], borders[last]
             starts = steps.starts[start : stop + 1]
@@ -248,7 +258,7 @@ class CellStream:
             counts = steps.counts[nonzeros] if steps.counts is not None else None
             rows = steps.genes[nonzeros], counts, starts - starts[0], steps.cells[start:stop]
             batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(self._per_cell)
-            made += [batch.cut(low - start, high - start) for low, high in pairwise(borders[first : last + 1])]
+            filled += [batch.cut(low - start, high - start) for low, high in pairwise(borders[first : last + 1])]
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
-        left = iter(made)
-        return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(full, numbers)]
+        left = iter(filled)
+        return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(n_filled, n_micro)]

@@ -269,14 +269,14 @@ class RepeatedEpoch(Epoch):
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
-        low, high = (int(self._lane_first[lane] + at) for at in self.borders[lane][window : window + 2])
+        low, high = (int(self._lane_first[lane] + border) for border in self.borders[lane][window : window + 2])
         first, last = (np.searchsorted(self._ends, [low, high - 1], side="right") - 1).tolist()
-        of_copies = [
+        cells_of_copies = [
             start + np.flatnonzero(self._counts[start:stop] >= number)
             for start, stop, number in self._copies[first : last + 1].tolist()
         ]
         before = int(self._ends[first])
-        cells = np.concatenate(of_copies)[low - before : high - before]  # counted over all shards
+        cells = np.concatenate(cells_of_copies)[low - before : high - before]  # counted over all shards
         shard = np.searchsorted(self._first_cell, cells, side="right") - 1
         begins = np.flatnonzero(np.append(True, (np.diff(cells) != 1) | (np.diff(shard) != 0)))
         first_cell = cells[begins] - self._first_cell[shard[begins]]

@@ -3,7 +3,7 @@
 Each block is read by one `preadv`, which scatters its cells to their positions in step order: windows of all own lanes
 are read into one buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining
 lanes costs a copy, and a step is one slice; small steps are given some at a time. There are two buffers, one in use and
-one being filled; they are reused, because fresh memory costs about as much as the reading (a page fault per 4 KiB).
+one being filled; their memory is used again (`recycled_empty`).
 
 Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
 cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from cellmill.data.shards.reader import RowFile, places
+from cellmill.data.shards.reader import RowFile, iovecs
+from cellmill.data.stream.batch import recycled_empty
 from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
@@ -49,7 +50,7 @@ class WindowCells:
 class StreamWindow:
     """Window w of all own lanes; steps are counted over all epochs."""
 
-    cells: WindowCells  # without genes and counts until memory is given to them
+    cells: WindowCells  # whose genes and counts have yet to be read
     first_step: int
     borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
     runs: np.ndarray  # what is read, as in `Epoch`
@@ -63,38 +64,26 @@ class StreamWindow:
         """The cells that step `number`, and those up to `n` steps from it, take from this window; may be none."""
         if not self.first_step <= number <= self.last_step:
             return self.cells.slice(0, 0)
-        at = number - self.first_step
-        return self.cells.slice(self.borders[at], self.borders[at + n])
-
-
-class Buffer:
-    """Reusable memory that grows on demand."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-
-    def array(self, name: str, size: int, dtype: np.dtype | type) -> np.ndarray:
-        if name not in self._arrays or len(self._arrays[name]) < size:
-            self._arrays[name] = np.empty(size + size // 8, dtype)
-        return self._arrays[name][:size]
+        first = number - self.first_step
+        return self.cells.slice(self.borders[first], self.borders[first + n])
 
 
 class _Reads:
     """Target position of each row of a window, in file order."""
 
     def __init__(self, window: WindowCells, position: np.ndarray) -> None:
-        self._memory, self._window = window.counts, window  # which lives as long as its places
+        self._memory, self._window = window.counts, window  # which live as long as their tables
         self._starts, self._lengths = window.starts[position], window.lengths[position]
         kept = window.starts[position + 1] - self._starts
         cut = self._lengths - kept
         # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk order
-        self._rest, self._genes = np.empty(int(cut.max(initial=0)), np.int32), places(window.genes, self._starts, kept)
+        self._rest, self._genes = np.empty(int(cut.max(initial=0)), np.int32), iovecs(window.genes, self._starts, kept)
         self._each = 2 if len(self._rest) else 1
         if len(self._rest):
-            ignored = places(self._rest, np.zeros_like(cut), cut)
+            ignored = iovecs(self._rest, np.zeros_like(cut), cut)
             self._genes = np.stack([self._genes, ignored], 1).reshape(-1, 2)
         if self._memory is not None:
-            self._counts = places(self._memory, self._starts, self._lengths)
+            self._counts = iovecs(self._memory, self._starts, self._lengths)
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
         """Read runs of cells: shard, first row in it, number, and position of the first among all rows."""
@@ -112,7 +101,7 @@ class _Reads:
 
 @dataclass(frozen=True)
 class PrefetchedSteps:
-    """Cells of some consecutive global batches; `genes` and `counts` are overwritten by the next ones."""
+    """Cells of some consecutive global batches."""
 
     epoch: int
     lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
@@ -139,7 +128,6 @@ class Prefetch:
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
         self._max_genes = max_genes
-        self._buffer = Buffer()  # for a step whose cells are in two of the buffers
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
@@ -157,56 +145,54 @@ class Prefetch:
             skipped.append(cell - int(borders[_window_of(cell, borders)]))
             windows.append(self._lengths_of_windows(lane, epoch, cell))
         lengths_of_others = LaneLengths(windows, skipped)
-        ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._dtype, self._pool)
+        ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._pool)
         while True:
             while step < layout.steps_per_epoch:
-                borders = layout.lanes_before(np.arange(step, min(step + _STEPS, layout.steps_per_epoch) + 1)[:, None])
-                of_lanes = np.diff(borders, axis=0)
-                of_ranks = of_lanes.reshape(len(of_lanes), -1, self._world).sum(1)
-                at = 0
-                while at < len(of_ranks):
-                    n, parts = ahead.take(epoch * layout.steps_per_epoch + step + at, of_ranks[at:, self._rank])
+                stop = min(step + _STEPS, layout.steps_per_epoch)
+                in_lanes = np.diff(layout.lanes_before(np.arange(step, stop + 1)[:, None]), axis=0)
+                in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
+                while step < stop:
+                    n, parts = ahead.take(epoch * layout.steps_per_epoch + step, in_ranks[:, self._rank])
                     own = parts[0] if len(parts) == 1 else self._joined(parts)
-                    taken = slice(at, at + n)
                     lengths = own.lengths
                     if len(self._others):
-                        lengths = self._with_others(lengths, lengths_of_others, of_ranks[taken], of_lanes[taken])
+                        lengths = self._with_others(lengths, lengths_of_others, in_ranks[:n], in_lanes[:n])
                     starts = own.starts - own.starts[0]
-                    yield PrefetchedSteps(epoch, lengths, of_ranks[taken], own.cells, starts, own.genes, own.counts)
-                    at += n
-                step += len(of_ranks)
+                    yield PrefetchedSteps(epoch, lengths, in_ranks[:n], own.cells, starts, own.genes, own.counts)
+                    del own, parts  # the next window may take their memory
+                    step, in_lanes, in_ranks = step + n, in_lanes[n:], in_ranks[n:]
             if not layout.shuffle:
                 return
             epoch, step = epoch + 1, 0
 
     def _with_others(
-        self, own: np.ndarray, others: LaneLengths, of_ranks: np.ndarray, of_lanes: np.ndarray
+        self, own: np.ndarray, others: LaneLengths, in_ranks: np.ndarray, in_lanes: np.ndarray
     ) -> np.ndarray:
-        """Lengths of all ranks' cells, by step and rank; `own` are those of this rank."""
+        """Lengths of all ranks' cells, by step and rank: `own` ones, and of `others`, by cells in ranks and lanes."""
         parts = []
-        ends = np.cumsum(of_ranks[:, self._rank]).tolist()
-        for in_ranks, in_lanes, end in zip(of_ranks, of_lanes[:, self._others], ends):
-            first = int(in_ranks[: self._rank].sum())
-            lengths = others.take(in_lanes)
-            parts += [lengths[:first], own[end - int(in_ranks[self._rank]) : end], lengths[first:]]
+        of_steps = np.split(own, np.cumsum(in_ranks[:-1, self._rank]))
+        for of_step, in_rank, in_lane in zip(of_steps, in_ranks, in_lanes[:, self._others]):
+            lengths = others.take(in_lane)
+            first = int(in_rank[: self._rank].sum())  # of lower ranks
+            parts += [lengths[:first], of_step, lengths[first:]]
         return np.concatenate(parts)
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
         spans = [(part, *np.searchsorted(part.lanes, [lane, lane + 1])) for lane in self._own for part in parts]
         none, no_genes = np.empty(0, np.int64), np.empty(0, np.int32)  # for steps in which this rank has no cells
-        pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, None)]
+        no_counts = None if self._dtype is None else np.empty(0, self._dtype)
+        pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, no_counts)]
         pieces += [part.slice(start, stop) for part, start, stop in spans]
-        lanes, cells, lengths, genes_of = (
-            np.concatenate(arrays)
-            for arrays in zip(*((p.lanes, p.cells, p.lengths, np.diff(p.starts)) for p in pieces))
+        lanes, cells, lengths = (
+            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("lanes", "cells", "lengths")
         )
-        starts = np.concatenate([[0], np.cumsum(genes_of)])
-        genes, counts = self._buffer.array("genes", int(starts[-1]), np.int32), None
+        starts = np.cumsum(np.concatenate([[0], *(np.diff(piece.starts) for piece in pieces)]))
+        genes, counts = recycled_empty(starts[-1], np.int32), None
         np.concatenate([piece.genes for piece in pieces], out=genes)
         if self._dtype is not None:
-            counts = self._buffer.array("counts", int(starts[-1]), self._dtype)
-            np.concatenate([piece.counts for piece in pieces if piece.counts is not None] or [counts], out=counts)
+            counts = recycled_empty(starts[-1], self._dtype)
+            np.concatenate([piece.counts for piece in pieces if piece.counts is not None], out=counts)
         return WindowCells(lanes, cells, lengths, starts, genes, counts)
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -264,10 +250,12 @@ class Prefetch:
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         starts = np.concatenate([[0], np.cumsum(kept)])
         lane_of = np.repeat(lanes, sizes)[by_step]
-        cells = WindowCells(lane_of, ids[in_runs], lengths, starts, np.empty(0, np.int32), None)
-        of_steps = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
+        genes = recycled_empty(starts[-1], np.int32)
+        counts = None if self._dtype is None else recycled_empty(starts[-1], self._dtype)
+        cells = WindowCells(lane_of, ids[in_runs], lengths, starts, genes, counts)
+        step_borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
         first_step = order.epoch * self._layout.steps_per_epoch + int(steps[0])
-        return StreamWindow(cells, first_step, of_steps, runs, position)
+        return StreamWindow(cells, first_step, step_borders, runs, position)
 
 
 class LaneLengths:
@@ -327,33 +315,26 @@ class LaneLengths:
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
-    def __init__(
-        self, windows: Iterator[StreamWindow], shards: list[RowFile], dtype: np.dtype | None, pool: ThreadPoolExecutor
-    ):
-        self._windows, self._shards, self._dtype, self._pool = windows, shards, dtype, pool
-        self._free: list[Buffer] = []
+    def __init__(self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor):
+        self._windows, self._shards, self._pool = windows, shards, pool
         # windows that are being read, or have been once their tasks are empty
-        self._started: list[tuple[StreamWindow, list[Future[None]], Buffer]] = []
-        self._start()
-        self._start()
+        self._started: list[tuple[StreamWindow, list[Future[None]]]] = []
 
     def take(self, step: int, n: np.ndarray) -> tuple[int, list[WindowCells]]:
         """Cells of a step, in as many parts as there are buffers with some of them; `n[0]` in all.
 
         A step in one buffer is given with those after it of `n[1:]` cells that are there too, up to `_TOGETHER` cells.
-        Returns the number of steps. They are counted over all epochs and taken in order. Parts are valid until the
-        next call.
+        Returns the number of steps. They are counted over all epochs and taken in order.
         """
-        self._free += [buffer for window, _, buffer in self._started if window.last_step < step]
         self._started = [reading for reading in self._started if reading[0].last_step >= step]
         while len(self._started) < 2 and self._start():
             pass
-        parts, at, left = [], 0, int(n[0])
+        parts, number, left = [], 0, int(n[0])
         while left:
-            if at == len(self._started):  # windows of lanes may end at different steps
+            if number == len(self._started):  # windows of lanes may end at different steps
                 started = self._start()
                 assert started, f"{left} cells of step {step} are in no window"
-            window, tasks, _ = self._started[at]
+            window, tasks = self._started[number]
             part = window.steps(step)
             if len(part.cells):
                 while tasks:
@@ -365,7 +346,7 @@ class _ReadAhead:
                     whole = np.append(in_window == n[: len(in_window)], False).argmin()
                     together = max(1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right")))
                     return together, [window.steps(step, together)]
-            left, at = left - len(part.cells), at + 1
+            left, number = left - len(part.cells), number + 1
         return 1, parts
 
     def _start(self) -> bool:
@@ -373,16 +354,13 @@ class _ReadAhead:
         window = next(self._windows, None)
         if window is None:
             return False
-        buffer, total = self._free.pop() if self._free else Buffer(), int(window.cells.starts[-1])
-        counts = buffer.array("counts", total, self._dtype) if self._dtype is not None else None
-        cells = replace(window.cells, genes=buffer.array("genes", total, np.int32), counts=counts)
         n = window.runs[:, 2]
         rows = np.column_stack([window.runs, np.cumsum(n) - n]).tolist()
         runs = [(self._shards[shard], first, n, at) for shard, first, n, at in rows]
-        reads, per_task = _Reads(cells, window.position), -(-len(runs) // _TASKS)
+        reads, per_task = _Reads(window.cells, window.position), -(-len(runs) // _TASKS)
         parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
         tasks = [self._pool.submit(reads.read, part) for part in parts]
-        self._started.append((replace(window, cells=cells), tasks, buffer))
+        self._started.append((window, tasks))
         return True
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
-from cellmill.data.arrays import row_sums, scale_of_totals
-from cellmill.data.shards.index import places, splitmix64
+from cellmill.data.arrays import positions_in_rows, row_sums, scale_of_totals
+from cellmill.data.shards.index import splitmix64
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
 
@@ -103,32 +103,35 @@ class CellTokenizer:
         zeros = _absent(genes, starts, n_zeros, keys, self._n_genes)
         ends = np.concatenate([[0], np.cumsum(n_kept + n_zeros)])
         # of each cell the tokens with counts stand first, then those without
-        is_zero = places(ends) >= np.repeat(n_kept, n_kept + n_zeros)
+        is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_kept + n_zeros)
 
-        def tokens_of(detected: np.ndarray, absent: Any, dtype: Any) -> np.ndarray:
-            made = np.empty(len(is_zero), dtype)
-            made[~is_zero], made[is_zero] = detected[kept], absent
-            return made
+        def joined(detected: np.ndarray, absent: Any, dtype: Any) -> np.ndarray:
+            both = np.empty(len(is_zero), dtype)
+            both[~is_zero], both[is_zero] = detected[kept], absent
+            return both
 
-        of_value = places(ends) if self._tokens.value_kind == "place" else tokens_of(values, 0, self.dtype)
-        of_count = tokens_of(counts, 0, np.int64) if counted else None
-        of_gene = tokens_of(ids, zeros + len(SPECIAL), np.int32)
-        return Batch(of_gene, of_value.astype(self.dtype), ends.astype(np.int32), cells, of_count)
+        token_ids = joined(ids, zeros + len(SPECIAL), np.int32)
+        if self._tokens.value_kind == "place":
+            token_values = positions_in_rows(ends).astype(self.dtype)
+        else:
+            token_values = joined(values, 0, self.dtype)
+        token_counts = joined(counts, 0, np.int64) if counted else None
+        return Batch(token_ids, token_values, ends.astype(np.int32), cells, token_counts)
 
     def _kept(self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Indices of the kept ones of `genes`, in their order: the first of each cell, random or variable ones."""
         lengths = np.diff(starts)
         if self._tokens.truncation == "top":
-            return np.flatnonzero(places(starts) < np.repeat(n_kept, lengths))
+            return np.flatnonzero(positions_in_rows(starts) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_kept).tolist():
             start, stop = int(starts[cell]), int(starts[cell + 1])
-            own = genes[start:stop]
+            cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
-                first = self._variability[own]
+                first = self._variability[cell_genes]
             else:
-                first = splitmix64(keys[cell] ^ own.astype(np.uint64))
+                first = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
             keep[start + np.argpartition(first, n_kept[cell] - 1)[: n_kept[cell]]] = True
         return np.flatnonzero(keep)
@@ -216,9 +219,9 @@ def _compiling() -> Future[Loops | None]:
 
 def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
     for cell in range(len(totals)):
-        own, total = counts[starts[cell] : starts[cell + 1]], np.uint64(0)
-        for i in range(len(own)):
-            total += np.uint64(own[i])
+        cell_counts, total = counts[starts[cell] : starts[cell + 1]], np.uint64(0)
+        for i in range(len(cell_counts)):
+            total += np.uint64(cell_counts[i])
         totals[cell] = total
 
 
@@ -228,18 +231,18 @@ def _fill(
     """Fill `ids` and `values`; counts not in `table` get their products instead, and are listed in `large`."""
     n_large = 0
     for cell in range(len(scale)):
-        at, start, n = ends[cell], starts[cell], np.uint64(ends[cell + 1] - ends[cell])
-        own, of_count, made = counts[start : start + n], table[cell], values[at : at + n]
-        of_cell, made_ids = genes[start : start + n], ids[at : at + n]
+        first, start, n = ends[cell], starts[cell], np.uint64(ends[cell + 1] - ends[cell])
+        cell_counts, value_of_count, cell_values = counts[start : start + n], table[cell], values[first : first + n]
+        cell_genes, cell_ids = genes[start : start + n], ids[first : first + n]
         for i in range(n):
-            made_ids[i] = of_cell[i] + _FIRST_ID
+            cell_ids[i] = cell_genes[i] + _FIRST_ID
         for i in range(n):
-            count = np.uint64(own[i])
+            count = np.uint64(cell_counts[i])
             if count < np.uint64(TABLE):
-                made[i] = of_count[count]
+                cell_values[i] = value_of_count[count]
             else:
-                made[i] = np.float32(own[i]) * scale[cell]
-                large[n_large] = at + i
+                cell_values[i] = np.float32(cell_counts[i]) * scale[cell]
+                large[n_large] = first + i
                 n_large += 1
     return n_large
 
@@ -261,7 +264,7 @@ class BinnedTokenizer(FirstGenes):
 
     def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
         if self._edges is None:
-            return kept.token_ids(genes), kept.of(_bins(counts, starts, self._options.bins))
+            return kept.token_ids(genes), kept.copy(_bins(counts, starts, self._options.bins), np.int32)
         ids, values = log_tokens(kept, genes, counts, starts)
         # a value at an edge is in the bin above it
         return ids, (1 + np.searchsorted(self._edges, values, side="right")).astype(np.int32)
@@ -288,9 +291,9 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     n = lengths[filled]
     # tables of all cells in one array: how often each count occurs, then how many counts are no larger
     first = np.concatenate([[0], np.cumsum(largest + 2)])
-    at = np.repeat(first[:-1], n)
-    at += counts
-    up_to = np.cumsum(np.bincount(at, minlength=first[-1]))
+    entry = np.repeat(first[:-1], n)
+    entry += counts
+    up_to = np.cumsum(np.bincount(entry, minlength=first[-1]))
     ends = np.cumsum(n)
     # numpy's linear quantiles, operation by operation: between the values at floor and ceil of q * (n - 1)
     virtual = np.linspace(0, 1, bins) * (n - 1)[:, None]
@@ -300,12 +303,12 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     a = np.searchsorted(up_to, before + low, side="right") - first[:-1, None]
     b = np.searchsorted(up_to, before + high, side="right") - first[:-1, None]
     part = virtual - low
-    edges_of = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
+    quantiles = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
     # an integer reaches a quantile when it reaches the quantile rounded up
-    reached = np.bincount((first[:-1, None] + np.ceil(edges_of).astype(np.int64)).ravel(), minlength=first[-1])
+    reached = np.bincount((first[:-1, None] + np.ceil(quantiles).astype(np.int64)).ravel(), minlength=first[-1])
     table = np.cumsum(reached)
     table -= np.repeat(np.arange(len(n)) * bins, largest + 2)
-    return table.astype(np.int32)[at]
+    return table.astype(np.int32)[entry]
 
 
 class ContinuousTokenizer(FirstGenes):

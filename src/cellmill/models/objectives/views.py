@@ -21,7 +21,7 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.shards.index import places
+from cellmill.data.arrays import positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
@@ -48,7 +48,7 @@ def draw_view(batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int
     shown = counts
     if config.view != "thin":
         share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
-        shown = counts * (uniform(host_state(places(ends), HIDE, state=state[cell])) >= share[cell])
+        shown = counts * (uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell])) >= share[cell])
     if config.view != "drop":
         shown = shown - _thinned(shown, batch.lengths, draw_share(state, config), host_state(HIDE, state=state))
     hidden = counts - shown
