@@ -65,11 +65,6 @@ def line_of(stream: Any) -> str:
     return stream.readline().decode().strip()
 
 
-def end(process: Any) -> None:
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
 def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
     manifest: Manifest, tmp_path: Path
 ) -> None:
@@ -85,46 +80,58 @@ def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
         shard.write_bytes(b"gone")
     assert digests(stream) == expected[3:] + digests(stream_of(manifest, folder), STEPS + 3)[STEPS:]
     assert folder.stat().st_mode & 0o777 == 0o700
-    end(process)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
     assert list(folder.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("failure", ["full disk", "damaged copy", "folder is a file", "killed", "limit"])
-def test_a_failure_is_one_line_and_the_batches_are_the_same(manifest: Manifest, tmp_path: Path, failure: str) -> None:
+@pytest.mark.parametrize(
+    ("failure", "n_copies", "line"),
+    [
+        ("full disk", 0, "File too large; shards without a copy are read from the shared folder"),
+        ("folder is a file", 0, "File exists; shards without a copy are read from the shared folder"),
+        ("damaged copy", 2, "expected sha256 000000000000 as in the manifest, got "),
+        ("limit", 2, "copied 2 of 6 shards"),
+    ],
+)
+def test_a_failure_is_one_line_and_the_batches_are_the_same(
+    manifest: Manifest, tmp_path: Path, failure: str, n_copies: int, line: str
+) -> None:
     expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
-    size = manifest.shard_path(manifest.splits["train"].shards[0]).stat().st_size
-    stream, limits, said = stream_of(manifest, folder), {}, ""
-    if failure == "full disk":
-        limits, said = {"largest": size - 1}, "File too large; shards without a copy are read from the shared folder"
-    elif failure == "limit":
-        limits, said = {"limit": 2.5 * size}, "copied 2 of 6 shards"
-    elif failure == "folder is a file":
+    shards = manifest.splits["train"].shards
+    size, stream = manifest.shard_path(shards[0]).stat().st_size, stream_of(manifest, folder)
+    if failure == "folder is a file":
         folder.parent.write_text("")
-        said = "File exists; shards without a copy are read from the shared folder"
-    elif failure == "damaged copy":  # the digest is that of other bytes
-        entry = manifest.splits["train"].shards[2]
-        object.__setattr__(entry, "sha256", "0" * 64)
-        said = "expected sha256 000000000000 as in the manifest, got "
-    process = copier(manifest, folder, **limits)
-    if failure == "killed":
-        while not list(folder.glob("train-*")):
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
-        (folder / ".train-00005.h5ad.incomplete").write_bytes(b"half")
-    else:
-        line = line_of(process.stdout if failure == "limit" else process.stderr)
-        assert said in line
-        assert line.startswith("warning: ") == (failure != "limit")
-        expected_copies = {"limit": 2, "damaged copy": 2}.get(failure, 0)
-        assert len(list(folder.glob("*.h5ad"))) == expected_copies
+    if failure == "damaged copy":  # the digest is of other bytes
+        object.__setattr__(shards[2], "sha256", "0" * 64)
+    limits = {"full disk": {"largest": size - 1}, "limit": {"limit": 2.5 * size}}
+    process = copier(manifest, folder, **limits.get(failure, {}))
+    found = line_of(process.stdout if failure == "limit" else process.stderr)
+    assert line in found
+    assert found.startswith("warning: ") == (failure != "limit")
+    assert len(list(folder.glob("*.h5ad"))) == n_copies
     assert digests(stream) == expected
-    if failure == "killed":
-        remove_abandoned(folder.parent)
-    else:
-        rest = process.communicate(timeout=60)
-        assert (rest, process.returncode) == ((b"", b""), 0), "a second line"
+    assert process.communicate(timeout=60) == (b"", b""), "a second line"
+    assert process.returncode == 0
     assert not folder.exists()
+
+
+def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(manifest: Manifest, tmp_path: Path) -> None:
+    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
+    process, stream = copier(manifest, folder), stream_of(manifest, folder)
+    while not list(folder.glob("train-*")):
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    (folder / ".train-00005.h5ad.incomplete").write_bytes(b"half")
+    assert digests(stream) == expected
+    for name in (f"{PREFIX}living", "other"):
+        (folder.parent / name).mkdir()
+        (folder.parent / name / LOCK).touch()
+    with open(folder.parent / f"{PREFIX}living" / LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_abandoned(folder.parent)
+    assert {path.name for path in folder.parent.iterdir()} == {f"{PREFIX}living", "other"}
 
 
 def test_copies_lost_while_they_are_read_are_one_warning_and_the_same_batches(
@@ -143,16 +150,6 @@ def test_copies_lost_while_they_are_read_are_one_warning_and_the_same_batches(
     assert len(warning) == 1
     assert "a copy cannot be read (" in warning[0]
     assert f"are read from {manifest.path.parent}" in warning[0]
-
-
-def test_folders_of_ended_processes_alone_are_removed(tmp_path: Path) -> None:
-    for name in (f"{PREFIX}ended", f"{PREFIX}living", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / LOCK).touch()
-    with open(tmp_path / f"{PREFIX}living" / LOCK) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        remove_abandoned(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}living", "other"}
 
 
 @pytest.mark.parametrize("first", [0, 20])

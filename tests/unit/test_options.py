@@ -87,7 +87,6 @@ ELSEWHERE = {
     "unit/test_autoregressive.py": "objective.value_loss_weight",
     "unit/test_batch_terms.py": "objective.batch_column objective.batch_adversary objective.batch_adversary_scale",
     "unit/test_cell_decoding.py": "objective.weights objective.decoder_hidden objective.likelihood",
-    "unit/test_cell_tokens.py": "tokens.truncation tokens.zero_frac",
     "unit/test_labels.py": "objective.adversarial_scale objective.class_weights",
     "unit/test_config.py": "model.family evaluate.datasets corpora.table corpora.datasets runs.corpus",
     "unit/test_cell_encoder.py": "tokens.covariates tokens.covariate_unknown_frac",
@@ -116,15 +115,16 @@ ELSEWHERE = {
         "stream.weight_start_exponent"
     ),
     "unit/test_report.py": "report.title",
-    "unit/test_shard_archive.py": "preprocess.compression",
-    "unit/test_shard_parts.py": "shard.duplicates shard.jobs",
+    "unit/test_shard_parts.py": "preprocess.compression shard.duplicates shard.jobs",
     "unit/test_shards.py": "shard.train_values",
     "unit/test_size.py": "model.size",
     "unit/small_corpus.py": "stream.io_threads",
     "unit/test_sum.py": "objective.parts",
     "unit/test_supervised_contrastive.py": "objective.label_column objective.temperature",
     "unit/test_vocabulary.py": "vocabulary.genes vocabulary.protein_coding vocabulary.medians",
-    "unit/test_tokens.py": "tokens.bins tokens.binning tokens.max_value tokens.edges",
+    "unit/test_tokens.py": (
+        "tokens.bins tokens.binning tokens.max_value tokens.edges tokens.truncation tokens.zero_frac"
+    ),
     "unit/test_trackers.py": "track.to track.observers",
     "unit/test_train_folder.py": "train.keep_checkpoints",
     "unit/test_views.py": (

@@ -1,9 +1,8 @@
-"""Weighted reading: exact repeats in each epoch; micro-batches, of which every rank knows how many the others cut."""
+"""Weighted reading: exact repeats in each epoch."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,13 @@ import pandas as pd
 import pytest
 import small_corpus
 from small_corpus import write_corpus
-from test_stream import cells_of, take
+from test_stream import BUDGET, cells_of, joined, take
 
 from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch import Batch, cut_batch, micro_batches_of_ranks, split_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, epoch_order, weights
-from cellmill.data.stream.prefetch import LaneLengths, Prefetch
+from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, epoch_order
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533
@@ -38,7 +35,8 @@ def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
 
 
 def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, lanes: int = 4, **changes: Any) -> CellStream:
-    return small_corpus.stream_of(manifest, rank, world, {"lanes": lanes} | WEIGHTED | changes, seed=3)
+    options = {"lanes": lanes} | WEIGHTED | changes
+    return small_corpus.stream_of(manifest, rank, world, options, seed=3, token_budget=BUDGET)
 
 
 def taken(stream: CellStream, steps: int) -> list[list[int]]:
@@ -49,11 +47,11 @@ def taken(stream: CellStream, steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("lanes", [1, 4, 8])
 @pytest.mark.parametrize("equal_steps", [False, True])
 def test_each_epoch_has_exactly_its_repeats(manifest: Manifest, lanes: int, equal_steps: bool) -> None:
-    stream = stream_of(manifest, lanes=lanes, equal_steps=equal_steps)
-    repeats, steps = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)), stream.steps_per_epoch
+    ranks = [stream_of(manifest, rank, lanes, lanes, equal_steps=equal_steps) for rank in range(lanes)]
+    repeats, steps = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)), ranks[0].steps_per_epoch
     assert steps == stream_of(manifest, lanes=lanes, weight_by=None, equal_steps=equal_steps).steps_per_epoch
-    seen = taken(stream, 3 * steps)
-    epochs = [Counter(cell for step in seen[e * steps : (e + 1) * steps] for cell in step) for e in range(3)]
+    seen = joined(ranks, 3 * steps)
+    epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     for epoch, found in enumerate(epochs):
         expected = repeats.counts(3, epoch, epoch * steps)
         assert [found[cell] for cell in range(CELLS)] == expected.tolist()
@@ -61,45 +59,25 @@ def test_each_epoch_has_exactly_its_repeats(manifest: Manifest, lanes: int, equa
     assert epochs[0] != epochs[1]
 
 
-def test_repeats_of_a_level_are_its_weight_and_differ_by_one_cell(manifest: Manifest) -> None:
-    repeats = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1}))
-    sizes = np.bincount(repeats.levels, minlength=5)
-    assert sizes[0] == 0
-    counts, own = repeats.counts(0, 0, 0), weights(sizes, 1.0, 6.0)
-    assert own[sizes.argmin() if sizes.min() else 4] == 6.0, "the rarest is capped"
-    for level in range(1, 5):
-        of_level = counts[repeats.levels == level]
-        assert of_level.max() - of_level.min() <= 1
-        assert abs(of_level.sum() - sizes[level] * own[level]) <= 1
-    # below the cap every level is read equally often
-    free = [int(counts[repeats.levels == level].sum()) for level in range(1, 5) if own[level] < 6]
-    assert len(free) >= 2
-    assert max(free) - min(free) <= 1
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
-def test_weights_are_those_of_the_formula(exponent: float) -> None:
-    sizes = np.array([700, 0, 200, 80, 20, 1])
-    for most in (1.0, 2.5, 1000.0):
-        found = weights(sizes, exponent, most)
-        assert (found * sizes).sum() == pytest.approx(sizes.sum())
-        assert found[sizes > 0].max() <= most
-        free = (found < most) & (sizes > 0)
-        scaled = found[free] * sizes[free] ** exponent
-        assert scaled.max(initial=0) == pytest.approx(scaled.min(initial=np.inf) if free.any() else 0)
-
-
-@pytest.mark.parametrize("done", [0, 1, 9, 17, 25])
-def test_a_run_goes_on_at_any_step_in_another_number_of_ranks(manifest: Manifest, done: int) -> None:
-    first = stream_of(manifest)
-    whole = taken(stream_of(manifest), done + 12)
-    assert taken(first, done) == whole[:done]
-    rest = []
-    for rank in range(4):
-        stream = stream_of(manifest, rank, 4)
-        stream.load_state_dict(first.state_dict())
-        rest.append(taken(stream, 12))
-    assert [sorted(chain(*parts)) for parts in zip(*rest)] == [sorted(step) for step in whole[done:]]
+@pytest.mark.parametrize(
+    ("exponent", "most", "n_free"),
+    [(0, 1, 0), (0, 2.5, 5), (0.5, 2.5, 3), (0.5, 6, 4), (0.5, 1000, 5), (1, 2.5, 2), (1, 6, 3), (1, 1000, 5)],
+)
+def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
+    exponent: float, most: float, n_free: int
+) -> None:
+    names, sizes = [1, 2, 4, 5, 6], np.array([700, 200, 80, 19, 1])  # no cell has level 3
+    levels = np.repeat(names, sizes)
+    options = {"weight_by": "kind", "weight_exponent": exponent, "max_repeats": most}
+    counts = Repeats(levels, StreamOptions.model_validate(options)).counts(0, 0, 0)
+    assert all(np.ptp(counts[levels == name]) <= 1 for name in names)
+    read = np.bincount(levels, counts)[names]
+    assert read.sum() == sizes.sum()
+    assert (read <= most * sizes + 1).all()
+    free = read < most * sizes - 1
+    assert free.sum() == n_free
+    share = sizes[free] ** (1 - exponent)
+    np.testing.assert_allclose(read[free], share * read[free].sum() / share.sum(), atol=1)
 
 
 def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(manifest: Manifest) -> None:
@@ -232,97 +210,3 @@ def test_weights_are_part_of_the_order_and_of_the_data(manifest: Manifest) -> No
 def test_a_column_that_is_not_there_is_named_with_its_option(manifest: Manifest) -> None:
     with pytest.raises(DataError, match=r"no obs column 'kidn' \(stream\.weight_by\); did you mean 'kind'"):
         stream_of(manifest, weight_by="kidn")
-
-
-class Lengths:
-    """A shard of cells of random lengths, whose genes nothing looks at."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
-
-    def scatter(self, start: int, genes: np.ndarray, counts: None) -> None: ...
-
-
-def lengths_of_lane(shards: list[Lengths], layout: EpochLayout, lane: int) -> Iterator[int]:
-    """Lengths of the lane's cells, one by one, over epochs."""
-    epoch = 0
-    while True:
-        order = Epoch(layout, epoch)
-        for window in range(len(order.borders[lane]) - 1):
-            runs = order.window_runs(lane, window)
-            cells = [(s, f + i) for s, f, n in runs.tolist() for i in range(n)]
-            for at in order.window_order(lane, window):
-                shard, row = cells[at]
-                yield int(shards[shard].indptr[row + 1] - shards[shard].indptr[row])
-        epoch += 1
-
-
-def cuts_of_ranks(lengths: list[np.ndarray], world: int, budget: int) -> list[int]:
-    """Micro-batches of each rank; `lengths` are those of each lane."""
-    ranks = [np.concatenate(lengths[rank::world]) for rank in range(world)]
-    return [len(cut_batch(rank, budget)) - 1 for rank in ranks]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_lengths_and_cuts_of_all_ranks_are_those_of_each_lane_alone(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    world = int(rng.choice([1, 2, 3, 8]))
-    lanes = world * int(rng.integers(1, 4))
-    sizes = tuple(int(n) for n in rng.integers(1, 60, rng.integers(1, 5)))
-    if seed % 5 == 0:
-        sizes = (int(rng.integers(1, lanes + 2)),)  # lanes without cells
-    shards = [Lengths(rng.integers(0, 30, n)) for n in sizes]
-    batch, equal = lanes * int(rng.integers(1, 6)), bool(rng.integers(2))
-    layout = EpochLayout(sizes, lanes, int(rng.integers(1, 9)), int(rng.integers(1, 5)), batch, 3, True, None, equal)
-    rank, steps = int(rng.integers(world)), layout.steps_per_epoch
-    first = int(rng.integers(steps))
-    rows = Prefetch(shards, layout, rank, world, max_genes=1, io_threads=1)  # type: ignore[arg-type]
-    alone = [lengths_of_lane(shards, layout, lane) for lane in range(lanes)]
-    for lane, n in zip(alone, layout.lanes_before(first)):
-        list(islice(lane, int(n)))
-    grouped = ((together, at) for together in rows.steps(0, first) for at in range(len(together.n_cells)))
-    for (together, at), number in zip(grouped, range(first, first + 2 * steps + 3)):
-        n_cells, before = together.n_cells[at], int(together.n_cells[:at].sum())
-        of_step = together.lengths[before : before + int(n_cells.sum())]
-        n = layout.lanes_before(number % steps + 1) - layout.lanes_before(number % steps)
-        expected = [np.array(list(islice(lane, int(k))) if k else [], np.int64) for lane, k in zip(alone, n)]
-        assert n_cells.tolist() == [sum(map(len, expected[r::world])) for r in range(world)]
-        assert of_step.tolist() == [x for r in range(world) for lane in expected[r::world] for x in lane.tolist()]
-        for budget in (1, 30, 77):
-            assert micro_batches_of_ranks(of_step, n_cells, budget).tolist() == cuts_of_ranks(expected, world, budget)
-    rows.close()
-
-
-def test_windows_of_lanes_that_end_together_are_looked_up_one_after_another() -> None:
-    lanes, window, looked_up = 64, 32, 0
-
-    def windows(lane: int) -> Iterator[np.ndarray]:
-        nonlocal looked_up
-        for _ in range(9):
-            looked_up += 1
-            yield np.full(window, lane)
-
-    lengths = LaneLengths([windows(lane) for lane in range(lanes)], [0] * lanes)
-    most, before = 0, looked_up
-    for _ in range(8 * window):
-        assert (lengths.take(np.ones(lanes, np.int64)) == np.arange(lanes)).all()
-        most, before = max(most, looked_up - before), looked_up
-    assert most == lanes // window
-
-
-def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_is_one_of_its_own() -> None:
-    assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
-    assert cut_batch(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
-    assert cut_batch(np.array([], int), 10) == [0]
-
-
-def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:
-    lengths = np.array([3, 9, 2, 2, 1, 30, 4])
-    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    batch = Batch(np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7))
-    parts = list(split_batch(batch, 12))
-    assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
-    for name in ("genes", "values"):
-        assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(batch, name)).all()
-    assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
-    assert list(split_batch(Batch(batch.genes[:0], batch.values[:0], cu[:1], batch.cells[:0]), 12)) == []

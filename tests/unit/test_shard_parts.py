@@ -1,9 +1,10 @@
-"""Shards are the same from any number of jobs and after kills; their index says what they hold; copies are found."""
+"""Shards are the same from any number of jobs, after kills, from compressed cells and from an archive; their index says
+what they hold; copies are found."""
 
-import json
 import os
 import shutil
 import subprocess
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import pytest
 import scipy.sparse as sp
 from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
 
-from cellmill.config.corpus import Shard
+from cellmill.cli import main
+from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.options import ShardOptions
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.h5 import write_cells
+from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
 from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, open_index
@@ -33,12 +37,6 @@ from cellmill.stages import data
 from tests.unit.test_shards import two_datasets
 
 OPTIONS = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
-# of `two_datasets` in version 0.1.0, by seed of the shards, and for one split by dataset
-FINGERPRINTS = {
-    3: "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449",
-    0: "25662687cbeb066779796e20b82547a50fcc4700eb6336ab49e850d5a51b0900",
-    None: "91c8e99371e2ea644296eb9a882bc20b461371ded2fd59a31969f2e0de7d5373",
-}
 
 
 def files_of(manifest: Manifest) -> dict[str, str]:
@@ -46,21 +44,30 @@ def files_of(manifest: Manifest) -> dict[str, str]:
     return {file.name: file.sha256 for file in manifest.files()}
 
 
-def test_shards_are_those_of_the_first_version(tmp_path: Path) -> None:
-    paths, _, ids = two_datasets(tmp_path)
-    by_dataset = Shard(split_by="dataset", val_frac=0, test_frac=0.3)
-    for seed, options in ((3, OPTIONS), (0, Shard()), (None, by_dataset)):
-        made = write_shards(paths, vocabulary_of(ids), options, tmp_path / str(seed) / "manifest.json")
-        assert made.fingerprint == FINGERPRINTS[seed]
+FIRST = "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449"  # of OPTIONS
 
 
-@pytest.mark.parametrize("gap", [0, 40, 1 << 13])
-def test_shards_are_the_same_however_many_rows_are_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: int
+@pytest.mark.parametrize(
+    ("options", "gap", "fingerprint"),
+    [
+        (OPTIONS, 0, FIRST),
+        (OPTIONS, 40, FIRST),
+        (OPTIONS, 1 << 13, FIRST),
+        (Shard(), 1 << 13, "25662687cbeb066779796e20b82547a50fcc4700eb6336ab49e850d5a51b0900"),
+        (
+            Shard(split_by="dataset", val_frac=0, test_frac=0.3),
+            1 << 13,
+            "91c8e99371e2ea644296eb9a882bc20b461371ded2fd59a31969f2e0de7d5373",
+        ),
+    ],
+)
+def test_shards_are_those_of_version_0_1_0_for_any_order_of_files_and_number_of_rows_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Shard, gap: int, fingerprint: str
 ) -> None:
     monkeypatch.setattr(shard_writer, "_MOST_GAP", gap)
     paths, _, ids = two_datasets(tmp_path)
-    assert write_shards(paths, vocabulary_of(ids), OPTIONS, tmp_path / "manifest.json").fingerprint == FINGERPRINTS[3]
+    made = write_shards(paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json")
+    assert made.fingerprint == fingerprint
 
 
 def test_counts_of_files_of_16_and_of_32_bits_are_joined(tmp_path: Path) -> None:
@@ -99,6 +106,7 @@ def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monke
     paths, _, ids = two_datasets(tmp_path)
     vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
     expected = files_of(write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json"))
+    write_shards(paths, vocabulary, Shard(), out)  # other shards, which must not pass for these
 
     def killed(path: Path, *_: object, **__: object) -> None:
         if path.name.startswith(".train-00001"):
@@ -135,7 +143,7 @@ def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
     assert make_plan(paths, vocabulary, OPTIONS.model_copy(update={"jobs": 9}), out) == plan
     other = make_plan(paths, vocabulary, OPTIONS.model_copy(update={"seed": 0}), out)
     assert other.key != plan.key
-    assert write_shards(paths, vocabulary, OPTIONS, out).fingerprint == FINGERPRINTS[3]
+    assert write_shards(paths, vocabulary, OPTIONS, out).fingerprint == FIRST
     plan = make_plan(paths, vocabulary, OPTIONS, out)
     os.utime(paths[0])
     assert make_plan(paths, vocabulary, OPTIONS, out).key != plan.key
@@ -195,18 +203,16 @@ def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> No
 
 
 def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:
-    paths = [tmp_path / str(i) for i in range(40)]
-    for i, path in enumerate(paths):
-        path.write_bytes(bytes([i]) * 8)
+    for i in range(40):
+        (tmp_path / str(i)).write_bytes(bytes([i]) * 8)
     files = OpenFiles(most=5)
 
     def read(number: int) -> bool:
-        file = files.open(paths[number])
+        file = files.open(tmp_path / str(number))
         return os.pread(file.descriptor, 8, 0) == bytes([number]) * 8
 
-    order = np.random.default_rng(0).integers(len(paths), size=2000).tolist()
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(read, order))
+        assert all(pool.map(read, np.random.default_rng(0).integers(40, size=2000).tolist()))
     assert 5 <= len(open_in(tmp_path)) <= 5 + 4
     files.open.cache_clear()
     assert not open_in(tmp_path)
@@ -223,27 +229,26 @@ def with_copies(folder: Path) -> tuple[list[Path], list[str]]:
     return [one, write_dataset(folder / "two.h5ad", second, [ids[i] for i in order], {"batch": ["y"] * 100})], ids
 
 
-def test_equal_cells_are_counted_or_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths, ids = with_copies(tmp_path)
     vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
-    sizes, names = {}, {}
-    for duplicates in ("keep", "drop"):
-        options = OPTIONS.model_copy(update={"duplicates": duplicates})
-        out = tmp_path / duplicates / "manifest.json"
-        data.shard(options=ShardOptions(shard=options), cells=paths, vocabulary=genes, out=out)
-        manifest = Manifest.read(out)
-        assert manifest.duplicates == {"one": 5, "two": 30}
-        sizes[duplicates] = sum(split.n_obs for split in manifest.splits.values())
-        shards = [manifest.shard_path(entry) for split in manifest.splits.values() for entry in split.shards]
-        names[duplicates] = {name for path in shards for name in ad.read_h5ad(path).obs_names}
-    assert sizes == {"keep": 305, "drop": 270}
-    gone = {f"one:cell{200 + i}" for i in range(5)} | {f"two:cell{i}" for i in range(30)}
-    assert names["keep"] - names["drop"] == gone
-    told = capsys.readouterr().out
-    assert (
-        "35 cells are equal to an earlier one (one: 5, two: 30): kept; shard.duplicates: drop leaves them out" in told
-    )
-    assert "35 cells are equal to an earlier one (one: 5, two: 30): dropped" in told
+    twice = {f"one:cell{i}" for i in range(200, 205)}
+    in_one, in_two = {f"one:cell{i}" for i in range(50, 80)}, {f"two:cell{i}" for i in range(30)}
+    every = {f"one:cell{i}" for i in range(205)} | {f"two:cell{i}" for i in range(100)}
+    for duplicates, listed, gone, counted in (
+        ("keep", paths, set[str](), "one: 5, two: 30): kept; shard.duplicates: drop leaves them out"),
+        ("keep", paths[::-1], set[str](), "one: 5, two: 30): kept; shard.duplicates: drop leaves them out"),
+        ("drop", paths, twice | in_two, "one: 5, two: 30): dropped"),
+        ("drop", paths[::-1], twice | in_one, "one: 35): dropped"),
+    ):
+        options = ShardOptions(shard=OPTIONS.model_copy(update={"duplicates": duplicates}))
+        out = tmp_path / f"{duplicates} {listed[0].stem}" / "manifest.json"
+        data.shard(options=options, cells=listed, vocabulary=genes, out=out)
+        assert f"35 cells are equal to an earlier one ({counted}" in capsys.readouterr().out
+        written = {name for path in out.parent.glob("*.h5ad") for name in ad.read_h5ad(path).obs_names}
+        assert every - written == gone
 
 
 def test_copies_of_training_cells_are_found_in_every_dataset(
@@ -255,7 +260,7 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     data.shard(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
     manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
     assert "60 cells have an equal one in another split" in capsys.readouterr().out
-    trained = json.loads(json.dumps(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0]))
+    trained = str(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0])
     other = paths[1] if trained == "x" else paths[0]
     rows = np.arange(100) < 30 if trained == "x" else (np.arange(205) >= 50) & (np.arange(205) < 80)
     contents = TrainedCells([manifest, manifest], [])
@@ -294,18 +299,118 @@ def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypat
     assert write_corpus(tmp_path / "killed", 200).fingerprint == expected
 
 
-@pytest.mark.parametrize("listed", ["ab", "ba"])
-def test_the_cells_of_the_dataset_that_is_listed_first_are_kept(tmp_path: Path, listed: str) -> None:
-    genes, counts = genes_named(20), random_counts(30, 20)
-    paths = {name: write_dataset(tmp_path / "cells" / f"{name}.h5ad", counts, genes) for name in "ab"}
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.*")}
 
-    def write(duplicates: str) -> Manifest:
-        options = Shard(val_frac=0, test_frac=0, cells_per_shard=100, duplicates=duplicates)  # type: ignore[arg-type]
-        out = tmp_path / duplicates / "manifest.json"
-        return write_shards([paths[name] for name in listed], vocabulary_of(genes), options, out)
 
-    dropped = write("drop")
-    [shard] = dropped.splits["train"].shards
-    assert {name[0] for name in ad.read_h5ad(dropped.shard_path(shard)).obs_names} == {listed[0]}
-    assert dropped.duplicates == {listed[1]: 30}
-    assert write("keep").duplicates == {"b": 30}
+def archived(manifest: Path, out: Path) -> int:
+    return main(["archive", "--manifest", str(manifest), "--out", str(out)])
+
+
+def restored(archive: Path, out: Path) -> int:
+    return main(["unarchive", "--archive", str(archive), "--out", str(out)])
+
+
+@pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
+def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> None:
+    counts = random_counts(2600, 300, largest=largest)
+    manifest = write_corpus(tmp_path, counts, cells_per_shard=1500, val_frac=0.1)  # blocks of 1,024 and fewer
+    assert archived(manifest.path, tmp_path / "archive") == 0
+    nnz = sum(split.nnz for split in manifest.splits.values())
+    blocks = [
+        zipped.getinfo(name).compress_size
+        for file in (tmp_path / "archive").glob("*.h5ad.zip")
+        for zipped in [zipfile.ZipFile(file)]
+        for name in zipped.namelist()
+        if name.startswith(("genes-", "counts-"))
+    ]
+    assert sum(blocks) < (0.25 if largest == 30 else 0.45) * 8 * nnz  # of float32 with 32-bit indices
+    (tmp_path / "back").mkdir()
+    kept = tmp_path / "back" / "train-00000.h5ad"
+    kept.write_bytes(b"of a killed process")
+    assert restored(tmp_path / "archive", tmp_path / "back") == 0
+    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
+    verify(Manifest.read(tmp_path / "back" / "manifest.json"))
+
+
+def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> None:
+    ids, cells = genes_named(20), tmp_path / "cells" / "p.h5ad"
+    residues = np.random.default_rng(0).integers(0, 20, 90 * 40)
+    rows = sp.csr_matrix((np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20))
+    obs = pd.DataFrame(index=[f"p{i}" for i in range(90)])
+    write_cells(cells, obs, pd.DataFrame(index=ids), [rows], rows.nnz, np.dtype("<u2"), ordered=True)
+    manifest = write_shards([cells], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")
+    assert manifest.ordered
+    assert archived(manifest.path, tmp_path / "archive") == 0
+    assert restored(tmp_path / "archive", tmp_path / "back") == 0
+    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
+
+
+def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = write_corpus(tmp_path, 200, cells_per_shard=16_384, val_frac=0.1, test_frac=0.1)
+    assert archived(manifest.path, tmp_path / "archive") == 0
+    file = tmp_path / "archive" / "train-00000.h5ad.zip"
+    whole = file.read_bytes()
+    capsys.readouterr()
+    for at in range(100, len(whole), len(whole) // 12):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        back = tmp_path / str(at)
+        if restored(tmp_path / "archive", back) == 0:  # a byte of a time in the zip, which nothing reads
+            assert bytes_of(back) == bytes_of(manifest.path.parent)
+            continue
+        assert capsys.readouterr().err.startswith(f"cellmill unarchive: {file}: damaged: ")
+        assert not (back / "manifest.json").exists()
+        assert not list(back.glob("train-00000*"))
+
+
+IDS = genes_named(60)
+
+
+def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -> Path:
+    """Cells of `counts`, preprocessed."""
+    raw, out = write_dataset(folder / "raw.h5ad", counts, IDS), folder / str(compression) / "cells" / "one.h5ad"
+    options = Preprocess(organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression)
+    with open_counts(raw) as reader:
+        preprocess_cells(reader, options, out)
+    return out
+
+
+@pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
+def test_compressed_cells_are_smaller_and_give_the_same_shards(tmp_path: Path, largest: int) -> None:
+    counts = random_counts(1100, 60, largest=largest)
+    shards, sizes = {}, {}
+    for compression in ("gzip", None):
+        cells = preprocessed(tmp_path, counts, compression)
+        read = ad.read_h5ad(cells)
+        assert (counts != read.X).nnz == 0
+        assert read[:, IDS[3]].X.nnz == (counts[:, 3] > 0).sum()  # crashes with narrower indices
+        with h5py.File(cells) as file:
+            sizes[compression] = sum(file[f"X/{name}"].id.get_storage_size() for name in ("data", "indices"))
+            assert file["X/data"].chunks == ((4096,) if compression else None)
+        out = tmp_path / str(compression) / "shards" / "manifest.json"
+        write_shards([cells], vocabulary_of(IDS), Shard(cells_per_shard=100, val_frac=0.2), out)
+        shards[compression] = {path.name: path.read_bytes() for path in out.parent.glob("*.h5ad")}
+    assert shards["gzip"] == shards[None]
+    assert len(shards[None]) > 5
+    if largest == 30:
+        assert sizes["gzip"] < 0.4 * sizes[None]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "length"])
+def test_a_damaged_chunk_is_one_line(tmp_path: Path, damage: str) -> None:
+    cells = preprocessed(tmp_path, random_counts(400, 60), "gzip")
+    with h5py.File(cells) as file:
+        chunk = file["X/indices"].id.get_chunk_info(1)
+    content = bytearray(cells.read_bytes())
+    end = chunk.byte_offset + chunk.size
+    if damage == "bytes":
+        content[chunk.byte_offset : end] = np.random.default_rng(0).bytes(chunk.size)
+    else:
+        del content[end - 4 :]
+    cells.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        write_shards([cells], vocabulary_of(IDS), Shard(), tmp_path / "shards" / "manifest.json")
+    assert str(error.value).startswith(f"{cells}: ")
+    assert "\n" not in str(error.value)

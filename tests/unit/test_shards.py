@@ -1,7 +1,13 @@
-"""Shards open in anndata, hold every cell once, in rank order and in one split, and are refused when damaged."""
+"""Shards open in anndata, hold every cell once, in rank order and in one split, and are refused when damaged.
+
+Levels of obs columns are equal in every rank, split and run, and absent from batches of runs that do not name them.
+"""
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import h5py
@@ -9,18 +15,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
 
+from cellmill.config import check_config
 from cellmill.config.corpus import Shard
-from cellmill.data.arrays import inverse_medians
+from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import hash_cells, hash_genes
 from cellmill.data.shards.manifest import Manifest, verify
+from cellmill.data.shards.obs import MAX_LEVELS, levels_of, numbers_of
 from cellmill.data.shards.plan import split_by_content, split_by_value
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
-from cellmill.errors import DataError
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
-from tests.unit.test_tokens import rank_order
 
 
 def shard_files(manifest: Manifest) -> list[Path]:
@@ -37,20 +46,21 @@ def two_datasets(folder: Path) -> tuple[list[Path], dict[str, sp.csr_matrix], li
     }
     counts = {name: random_counts(150 if name == "a" else 90, len(panel), ord(name)) for name, panel in panels.items()}
     paths = [write_dataset(folder / "cells" / f"{name}.h5ad", counts[name], panels[name], obs[name]) for name in panels]
-    return paths, {name: _over(counts[name], panels[name], ids) for name in panels}, ids
+    frames = {name: pd.DataFrame(counts[name].toarray(), columns=panel) for name, panel in panels.items()}
+    return paths, {name: sp.csr_matrix(frame.reindex(columns=ids, fill_value=0)) for name, frame in frames.items()}, ids
 
 
-def _over(counts: sp.csr_matrix, panel: list[str], ids: list[str]) -> sp.csr_matrix:
-    """Counts over the vocabulary's genes."""
-    frame = pd.DataFrame(counts.toarray(), columns=panel)
-    return sp.csr_matrix(frame.reindex(columns=ids, fill_value=0).to_numpy())
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, dict[str, sp.csr_matrix], Vocabulary]:
+    """Shards of `two_datasets`, with their counts and genes."""
+    folder = tmp_path_factory.mktemp("two")
+    paths, counts, ids = two_datasets(folder)
+    options, vocabulary = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3), vocabulary_of(ids)
+    return write_shards(paths, vocabulary, options, folder / "shards" / "manifest.json"), counts, vocabulary
 
 
-def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(tmp_path: Path) -> None:
-    paths, counts, ids = two_datasets(tmp_path)
-    vocabulary = vocabulary_of(ids)
-    options = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
-    manifest = write_shards(paths, vocabulary, options, tmp_path / "shards" / "manifest.json")
+def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(two: Any) -> None:
+    manifest, counts, vocabulary = two
     assert manifest == Manifest.read(manifest.path)
     verify(manifest)
     inverse, seen = inverse_medians(vocabulary.medians), set()
@@ -58,16 +68,15 @@ def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(
         assert entry.n_obs == sum(shard.n_obs for shard in entry.shards) > 0
         for shard, rows in zip(entry.shards, open_shards(manifest, split)):
             cells = ad.read_h5ad(rows.path)
-            assert list(cells.var_names) == ids
+            assert list(cells.var_names) == vocabulary.gene_ids
             assert cells.X.data.dtype == np.uint16
             for place, name in enumerate(cells.obs_names):
                 dataset, cell = name.split(":")
                 original = counts[dataset][int(cell.removeprefix("cell"))]
                 span = rows.indptr[place : place + 2].tolist()
                 genes, values = rows.read_genes(*span), rows.read_counts(*span)
-                wanted_genes, wanted = rank_order(original.indices, original.data, inverse)
-                np.testing.assert_array_equal(genes, wanted_genes)
-                np.testing.assert_array_equal(values, wanted)
+                row = np.array([0, original.nnz]), original.indices, original.data
+                np.testing.assert_array_equal([genes, values], rank_order_rows(*row, inverse))
                 np.testing.assert_array_equal(cells.X[place].toarray(), original.toarray())
                 seen.add(name)
             assert (cells.obs["dataset"] == [name.split(":")[0] for name in cells.obs_names]).all()
@@ -75,13 +84,10 @@ def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(
     assert len(seen) == 240 - sum(manifest.left_out.values())
 
 
-def test_obs_is_the_union_with_missing_as_missing(tmp_path: Path) -> None:
-    paths, _, ids = two_datasets(tmp_path)
-    options = Shard(val_frac=0, test_frac=0)
-    manifest = write_shards(paths, vocabulary_of(ids), options, tmp_path / "shards" / "manifest.json")
-    assert manifest.obs_columns == ["dataset", "donor", "age", "ok", "n", "dataset_original"]
-    obs = ad.read_h5ad(shard_files(manifest)[0]).obs
-    assert list(obs.columns) == manifest.obs_columns
+def test_obs_is_the_union_with_missing_as_missing(two: Any) -> None:
+    columns = ["dataset", "donor", "age", "ok", "n", "dataset_original"]
+    obs = pd.concat([ad.read_h5ad(path).obs for path in shard_files(two[0])])
+    assert list(obs.columns) == two[0].obs_columns == columns
     a, b = (obs[obs["dataset"] == name] for name in "ab")
     number = np.array([int(name.split(":cell")[1]) for name in a.index])
     np.testing.assert_array_equal(a["age"], number)
@@ -97,13 +103,18 @@ def test_obs_is_the_union_with_missing_as_missing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), 250)
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 600, cells_per_shard=300)  # arrays of more than a page
 
 
 def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_again(
     corpus: Manifest, tmp_path: Path
 ) -> None:
     first, second = shard_files(corpus)[:2]
+    with h5py.File(first) as file:
+        for name, dtype in (("data", "<u2"), ("indices", "<i4"), ("indptr", "<i4")):
+            assert file["X"][name].dtype == np.dtype(dtype)
+            assert file["X"][name].chunks is None
+            assert name == "indptr" or file["X"][name].id.get_offset() % 4096 == 0
     shard = ad.read_h5ad(first)
     dense = shard.X.toarray()
     canonical = shard.X.copy()
@@ -130,38 +141,42 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
         np.testing.assert_array_equal(changed.X.toarray(), dense)
 
 
-def test_a_shard_is_contiguous_aligned_and_little_endian(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, 600, cells_per_shard=600)
-    with h5py.File(shard_files(manifest)[0]) as file:
-        for name, dtype in (("data", "<u2"), ("indices", "<i4"), ("indptr", "<i4")):
-            dataset = file["X"][name]
-            assert dataset.dtype == np.dtype(dtype)
-            assert dataset.chunks is None
-            if name != "indptr":
-                assert dataset.id.get_offset() % 4096 == 0
-
-
-def test_datasets_in_any_order_give_the_same_shards(tmp_path: Path) -> None:
-    paths, _, ids = two_datasets(tmp_path)
-    made = [
-        write_shards(some, vocabulary_of(ids), Shard(), tmp_path / name / "manifest.json")
-        for name, some in (("x", paths), ("y", paths[::-1]))
-    ]
-    assert made[0].fingerprint == made[1].fingerprint
-
-
 def test_cells_of_one_value_of_a_column_stay_in_one_split(tmp_path: Path) -> None:
-    donors = [f"d{i % 8}" for i in range(200)]
+    fractions = {"val_frac": 0.1, "test_frac": 0.3}
     manifest = write_corpus(
-        tmp_path, 200, obs={"donor": pd.Categorical(donors)}, split_by="donor", val_frac=0.2, test_frac=0.2
+        tmp_path, 200, obs={"donor": [f"d{i % 10}" for i in range(200)]}, split_by="donor", **fractions
     )
-    frames = [ad.read_h5ad(path).obs["donor"].astype(str).unique() for path in shard_files(manifest)]
-    assert sorted(np.concatenate(frames)) == sorted(set(donors))
-    with pytest.raises(DataError, match=r"no obs column 'donr' .* did you mean 'donor'\?"):
-        write_corpus(tmp_path / "two", 9, obs={"donor": ["d"] * 9}, split_by="donr")
-    with pytest.raises(DataError, match="'dataset' has only the value 'one'"):
-        write_corpus(tmp_path / "two", 9, split_by="dataset", val_frac=0.5)
-    assert not (tmp_path / "two" / "shards").exists()
+    donors = {
+        name: {donor for shard in split.shards for donor in ad.read_h5ad(manifest.shard_path(shard)).obs["donor"]}
+        for name, split in manifest.splits.items()
+    }
+    assert {name: len(own) for name, own in donors.items()} == {"train": 6, "val": 1, "test": 3}
+    assert len(set.union(*donors.values())) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split_by": "donr"}, r"no obs column 'donr' .* did you mean 'donor'\?"),
+        ({"split_by": "dataset"}, "'dataset' has only the value 'one', too few to split into train and val;"),
+        ({"split_by": "donor", "test_frac": 0.1}, "has only 2 values, too few to split into train and val and test"),
+        (
+            {"split_by": "donor", "train_values": ["d00"]},
+            r"shard\.train_values: no cell of the corpus has donor 'd00'; did you mean",
+        ),
+        (
+            {"split_by": "donor", "train_values": ["d0", "d1"]},
+            r"shard\.train_values has every value of donor, so none is left for val and",
+        ),
+        ({"val_frac": 1e-9}, r"the val split of 9 cells \(9 distinct\) is empty .*raise shard\.val_frac"),
+        ({"test_frac": 0.499999}, "the train split of 9 cells .*; lower val_frac or test_frac"),
+    ],
+    ids=str,
+)
+def test_a_split_that_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        write_corpus(tmp_path, 9, obs={"donor": ["d0"] * 4 + ["d1"] * 5}, **{"val_frac": 0.5} | options)
+    assert not (tmp_path / "shards").exists()
 
 
 def test_cells_without_a_gene_of_the_vocabulary_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -193,43 +208,26 @@ def test_a_rerun_replaces_a_larger_shard_set(tmp_path: Path) -> None:
     verify(after)
 
 
-def test_a_rerun_that_fails_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = write_corpus(tmp_path, 350)
-
-    def disk_is_full(path: Path) -> str:
-        if path.name == "train-00001.h5ad":
-            raise OSError(28, "No space left on device", str(path))
-        return sha256_file(path)
-
-    monkeypatch.setattr("cellmill.data.shards.writer.sha256_file", disk_is_full)
-    with pytest.raises(OSError, match="No space left"):
-        write_corpus(tmp_path, 350)
-    assert not manifest.path.exists()
-
-
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("keys", "value", "message"),
     [
-        ({"format": 1}, r"expected manifest format 2, got 1; make the shards again \(the `shard` stage\)"),
-        ({"seed": 9}, "expected fingerprint .* edited or damaged"),
-        ({"splits": {"train": {}}}, "not a shard manifest"),
-        ({"vocabulary": None, "fingerprint": "x"}, "not a shard manifest"),
+        (["format"], 1, r"expected manifest format 2, got 1; make the shards again \(the `shard` stage\)"),
+        (["seed"], 9, "expected fingerprint .* edited or damaged"),
+        (["splits", "train"], {}, "not a shard manifest"),
+        (["vocabulary"], None, "not a shard manifest"),
+        (["splits", "train", "shards", 0, "genes_at"], 4100, "its checksum is not of its entries: edited or damaged"),
     ],
+    ids=str,
 )
-def test_an_edited_manifest_is_refused(corpus: Manifest, tmp_path: Path, edit: dict, message: str) -> None:
-    path = tmp_path / "manifest.json"
-    path.write_text(json.dumps(json.loads(corpus.path.read_text()) | edit))
-    with pytest.raises(DataError, match=rf"manifest\.json: .*{message}"):
-        Manifest.read(path)
-
-
-def test_an_edited_offset_is_refused_and_keys_in_another_order_are_not(corpus: Manifest, tmp_path: Path) -> None:
+def test_an_edited_manifest_is_refused_and_keys_in_another_order_are_not(
+    corpus: Manifest, tmp_path: Path, keys: list[Any], value: Any, message: str
+) -> None:
     tree, path = json.loads(corpus.path.read_text()), tmp_path / "manifest.json"
     path.write_text(json.dumps(tree, sort_keys=True))
     assert Manifest.read(path).splits == corpus.splits
-    tree["splits"]["train"]["shards"][0]["genes_at"] += 4
+    reduce(getitem, keys[:-1], tree)[keys[-1]] = value
     path.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=r"manifest\.json: .*its checksum is not of its entries: edited or damaged"):
+    with pytest.raises(DataError, match=rf"manifest\.json: .*{message}"):
         Manifest.read(path)
 
 
@@ -246,17 +244,6 @@ def test_cells_that_preprocess_did_not_write_are_refused(tmp_path: Path) -> None
     cells.write_h5ad(tmp_path / "a.h5ad")
     with pytest.raises(DataError, match=r"a\.h5ad: not cells of preprocess: /X/indices is chunked"):
         write_shards([tmp_path / "a.h5ad"], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")
-
-
-def test_the_hash_of_a_cell_ignores_column_order_and_undetected_genes() -> None:
-    counts, ids = random_counts(50, 30), genes_named(30)
-    hashes = hash_cells(counts.indptr, counts.indices, counts.data, hash_genes(ids))
-    order = np.random.default_rng(0).permutation(30)
-    permuted = counts[:, order].tocsr()
-    more = [*(ids[i] for i in order), "ENSG_absent"]
-    again = hash_cells(permuted.indptr, permuted.indices, permuted.data.astype(np.uint16), hash_genes(more))
-    np.testing.assert_array_equal(hashes, again)
-    assert len(np.unique(hashes[:, 0])) == len(np.unique(hashes[:, 1])) == len(np.unique(hashes)) // 2 == 50
 
 
 def test_a_changed_count_a_changed_gene_and_swapped_counts_change_the_hash() -> None:
@@ -278,31 +265,9 @@ def test_identical_cells_stay_together_and_fractions_are_kept() -> None:
     assert (split_by_content(hashes, 1, 0.1, 0.2) != split).mean() > 0.3
 
 
-def test_an_empty_split_is_refused_by_name(corpus: Manifest) -> None:
+def test_a_split_without_cells_is_refused_by_name(corpus: Manifest) -> None:
     with pytest.raises(DataError, match=r"no cells in the val split, only in: train; raise shard\.val_frac"):
         corpus.entry("val")
-    with pytest.raises(DataError, match=r"the val split of 3 cells \(1 distinct\) is empty .*shard\.val_frac"):
-        split_by_content(np.zeros(3, np.uint64), 0, 1e-9, 0)
-    with pytest.raises(DataError, match="the train split"):
-        split_by_content(np.zeros(3, np.uint64), 0, 0.5, 0.499999)
-
-
-def test_cells_of_one_value_stay_together_and_every_split_gets_a_value() -> None:
-    values = np.repeat(np.array([f"donor{i}" for i in range(10)], object), 7)
-    split = split_by_value(values, "donor", 0, 0.1, 0.3)
-    of_donor = split.reshape(10, 7)
-    assert (of_donor == of_donor[:, :1]).all()
-    assert np.bincount(of_donor[:, 0]).tolist() == [6, 1, 3]
-    shuffled = np.random.default_rng(0).permutation(70)
-    np.testing.assert_array_equal(split_by_value(values[shuffled], "donor", 0, 0.1, 0.3), split[shuffled])
-    assert any((split_by_value(values, "donor", seed, 0.1, 0.3) != split).any() for seed in (1, 2, 3))
-
-
-def test_one_value_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="'donor' has only the value 'a', too few to split into train and val"):
-        split_by_value(np.array(["a", "a"], object), "donor", 0, 0.1, 0)
-    with pytest.raises(DataError, match="has only 2 values, too few to split into train and val and test"):
-        split_by_value(np.array(["a", "b"], object), "donor", 0, 0.1, 0.1)
 
 
 def test_values_for_training_leave_the_split_of_the_others_as_it_is() -> None:
@@ -310,7 +275,127 @@ def test_values_for_training_leave_the_split_of_the_others_as_it_is() -> None:
     split = split_by_value(values, "perturbation", 3, 0.1, 0.3, ["control"])
     assert not split[:7].any()
     np.testing.assert_array_equal(split[7:], split_by_value(values[7:], "perturbation", 3, 0.1, 0.3))
-    with pytest.raises(DataError, match=r"train_values: no cell of the corpus has perturbation 'contrl'; did you mean"):
-        split_by_value(values, "perturbation", 3, 0.1, 0.3, ["contrl"])
-    with pytest.raises(DataError, match="train_values has every value of perturbation, so none is left for val and"):
-        split_by_value(values, "perturbation", 3, 0.1, 0.3, sorted(set(values)))
+
+
+COLUMNS = {"assay": "objective.batch_column", "dataset": "a", "donor": "b", "sorted": "c"}
+LEVELS = {
+    "assay": ("10x", "smart-seq", "<missing>"),
+    "dataset": ("one", "two"),
+    "donor": ("10", "9", "<missing>"),  # whole numbers of one file, absent from the other: stored as floats
+    "sorted": ("False", "True"),
+}
+
+
+def _obs(n: int, first: bool) -> dict[str, Any]:
+    at = np.arange(n)
+    assay = np.where(at % 3 == 0, "10x", "smart-seq").astype(object)
+    assay[at % 7 == 0] = None
+    own = {"donor": np.where(at % 2, 9, 10)} if first else {}
+    return {"assay": pd.Categorical(assay) if first else "10x", "sorted": at % 2 == 0, "score": at / 8, **own}
+
+
+def _corpus(folder: Path, **changed: Any) -> Manifest:
+    ids = genes_named(40)
+    paths = []
+    for seed, (name, n) in enumerate({"one": 150, "two": 90}.items()):
+        obs = _obs(n, name == "one") | (changed if name == "one" else {})
+        paths.append(write_dataset(folder / "cells" / f"{name}.h5ad", random_counts(n, 40, seed), ids, obs))
+    options = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    return write_shards(paths, vocabulary_of(ids), options, folder / "shards" / "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return _corpus(tmp_path_factory.mktemp("levels"))
+
+
+def _stream(manifest: Manifest, columns: dict[str, str], **given: Any) -> CellStream:
+    return stream_of(manifest, options={"lanes": 4}, token_budget=90, columns=columns, **given)
+
+
+def _numbers_by_cell(manifest: Manifest, split: str) -> np.ndarray:
+    """Of each cell in the order of the shards, from the shards' obs as anndata reads it."""
+    obs = [ad.read_h5ad(manifest.shard_path(shard)).obs for shard in manifest.splits[split].shards]
+    rows = []
+    for _, row in pd.concat([frame.astype(object) for frame in obs]).iterrows():
+        texts = {"assay": row["assay"], "dataset": row["dataset"], "sorted": str(row["sorted"])}
+        texts["donor"] = row["donor"] if pd.isna(row["donor"]) else str(int(row["donor"]))
+        levels = {name: "<missing>" if pd.isna(text) else text for name, text in texts.items()}
+        rows.append([LEVELS[name].index(levels[name]) + 1 for name in COLUMNS])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str) -> None:
+    expected = _numbers_by_cell(manifest, split)
+    assert {len(set(column)) for column in expected.T.tolist()} == {2, 3}
+    seen: set[int] = set()
+    for rank in range(2):
+        stream = _stream(manifest, COLUMNS, split=split, rank=rank, world=2, shuffle=False)
+        assert stream.levels == LEVELS
+        for batch in (batch for step in stream for batch in step):
+            assert batch.levels is not None
+            assert batch.levels.dtype == np.int32
+            assert batch.levels.shape == (len(batch.cells), len(COLUMNS))
+            np.testing.assert_array_equal(batch.levels, expected[batch.cells])
+            seen.update(batch.cells.tolist())
+        stream.close()
+    assert seen == set(range(len(expected)))
+
+
+def test_without_columns_batches_and_fingerprint_are_those_of_before(manifest: Manifest, tmp_path: Path) -> None:
+    plain, asking = _stream(manifest, {}), _stream(manifest, {"assay": "x"})
+    assert plain.fingerprint == manifest.fingerprint == manifest.fingerprint_with([])
+    assert asking.fingerprint != manifest.fingerprint
+    ours, theirs = (next(iter(stream))[0] for stream in (plain, asking))
+    assert ours.levels is None
+    assert (ours.genes == theirs.genes).all()
+    # another value of one cell is other data for a run that reads the column, and for no other
+    changed = _obs(150, True)["assay"].astype(object)
+    changed[1] = "10x"
+    other = _corpus(tmp_path, assay=pd.Categorical(changed))
+    assert other.fingerprint == manifest.fingerprint
+    assert other.fingerprint_with(["sorted"]) == manifest.fingerprint_with(["sorted"])
+    assert other.fingerprint_with(["assay"]) != manifest.fingerprint_with(["assay"])
+
+
+def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -> None:
+    path = manifest.path
+    message = f"{path}: no obs column 'assey' (objective.batch_column); did you mean 'assay'?"
+    with pytest.raises(DataError) as refused:
+        manifest.levels({"assey": "objective.batch_column"})
+    assert str(refused.value) == message
+    with pytest.raises(
+        DataError, match=r"'score' \(x\) has no levels: .*; choose one of: dataset, assay, sorted, donor"
+    ):
+        manifest.levels({"score": "x"})
+    barcodes = np.array([f"b{i}" for i in range(MAX_LEVELS + 1)], object)
+    assert levels_of([barcodes[:9], barcodes[9:]]) is None
+    assert levels_of([barcodes[:2], barcodes[1:3]]) == ["b0", "b1", "b2"]
+
+
+def test_a_column_that_is_not_kept_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    table = tmp_path / "datasets.tsv"
+    table.write_text("dataset\tpath\none\tone.h5ad\n")
+    tree: dict[str, Any] = {
+        "corpora": {"a": {"table": str(table)}},
+        "preprocess": {"keep_obs": ["donor"]},
+        "train": {"steps": 1},
+        "runs": {"r": {"corpus": "a", "objective": {"batch_column": "assay"}}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"runs\.r\.objective\.batch_column: no obs column 'assay'; .*: dataset, donor"
+    ):
+        check_config(tree)
+    for column in ("donor", "dataset"):
+        tree["runs"]["r"]["objective"]["batch_column"] = column
+        check_config(tree)
+
+
+def test_other_files_have_the_same_numbers_and_0_where_the_corpus_lacks_a_value() -> None:
+    obs = pd.DataFrame({"assay": ["smart-seq", "drop-seq", None], "donor": [9.0, np.nan, 11]}, index=list("abc"))
+    numbers = numbers_of(obs, "two", LEVELS)
+    np.testing.assert_array_equal(numbers, [[2, 2, 2, 0], [0, 2, 3, 0], [3, 2, 0, 0]])
+    assert numbers_of(obs, "three", {"dataset": LEVELS["dataset"]}).tolist() == [[0], [0], [0]]
+    own = obs.assign(dataset=["two", "x", "one"])
+    assert numbers_of(own, "one", {"dataset_original": ("one", "two")}).tolist() == [[2], [0], [1]]

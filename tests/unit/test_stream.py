@@ -18,12 +18,12 @@ from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.batch import Batch, recycled_empty
+from cellmill.data.stream.batch import Batch, cut_batch, micro_batches_of_ranks, recycled_empty, split_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import DataError, UserError
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
+BUDGET = 30  # tokens of a micro-batch: two to four cells
 CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
 
 
@@ -33,7 +33,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, **changes: Any) -> CellStream:
-    return small_corpus.stream_of(manifest, rank, world, **{"token_budget": 60} | changes)
+    return small_corpus.stream_of(manifest, rank, world, **{"token_budget": BUDGET} | changes)
 
 
 def take(stream: CellStream, steps: int) -> list[list[Batch]]:
@@ -57,52 +57,72 @@ def same(one: list[list[Batch]], other: list[list[Batch]]) -> bool:
     )
 
 
+def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_is_one_of_its_own() -> None:
+    assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
+    assert cut_batch(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
+    assert cut_batch(np.array([], int), 10) == [0]
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n_cells = rng.integers(0, 9, rng.integers(1, 9))
+        lengths = rng.integers(0, 30, n_cells.sum())
+        for budget in (1, 30, 77):
+            alone = [len(cut_batch(part, budget)) - 1 for part in np.split(lengths, n_cells.cumsum()[:-1])]
+            assert micro_batches_of_ranks(lengths, n_cells, budget).tolist() == alone
+
+
+def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:
+    cu = np.cumsum([0, 3, 9, 2, 2, 1, 30, 4]).astype(np.int32)
+    batch = Batch(np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7))
+    parts = list(split_batch(batch, 12))
+    assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
+    for name in ("genes", "values"):
+        assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(batch, name)).all()
+    assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
+    assert list(split_batch(batch.cut(0, 0), 12)) == []
+
+
+def ranks_of(manifest: Manifest, world: int, **changes: Any) -> list[CellStream]:
+    return [stream_of(manifest, rank, world, **changes) for rank in range(world)]
+
+
+def joined(ranks: list[CellStream], steps: int) -> list[list[int]]:
+    """Sorted cells of each step over all ranks, which have as many micro-batches each, filled to the budget."""
+    found = []
+    for step in zip(*(take(stream, steps) for stream in ranks), strict=True):
+        assert len({len(batches) for batches in step}) == 1
+        found.append(sorted(cell for batches in step for cell in cells_of(batches)))
+        for batches in step:
+            assert all(len(batch.genes) <= BUDGET for batch in batches)
+            assert all(len(batch.cells) or batch.cu_seqlens.tolist() == [0] for batch in batches)
+            for batch, after in pairwise(batch for batch in batches if len(batch.cells)):
+                assert len(batch.genes) + int(after.cu_seqlens[1]) > BUDGET
+    return found
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"equal_steps": True}, {"block_cells": 1, "window_blocks": 1}], ids=str)
 def test_every_cell_is_seen_once_an_epoch_in_the_global_batches_of_one_rank(
-    manifest: Manifest, world: int, equal: bool
+    manifest: Manifest, world: int, options: dict[str, Any]
 ) -> None:
-    options = {"equal_steps": equal}
-    alone = stream_of(manifest, options=options)
-    steps = alone.steps_per_epoch
-    streams = [stream_of(manifest, rank, world, options=options) for rank in range(world)]
-    assert {stream.steps_per_epoch for stream in streams} == {steps}
-    assert steps == -(-67 // 4)  # the longest lane has 67 of 533 cells and gives 4 to a batch
-    expected = [sorted(cells_of(step)) for step in take(alone, 3 * steps)]
-    for step, ranks in zip(expected, zip(*(take(stream, 3 * steps) for stream in streams)), strict=True):
-        assert sorted(cell for row in ranks for cell in cells_of(row)) == step
-        assert len({len(row) for row in ranks}) == 1, "ranks differ in their number of micro-batches"
+    steps = 17  # the longest lane has 67 of 533 cells and gives 4 to a batch
+    ranks = ranks_of(manifest, world, options=options)
+    assert {stream.steps_per_epoch for stream in ranks} == {steps}
+    found = joined(ranks, 3 * steps)
+    assert found == joined([stream_of(manifest, options=options)], 3 * steps)
     for epoch in range(3):
-        assert sorted(chain(*expected[epoch * steps : (epoch + 1) * steps])) == list(range(CELLS))
-    if equal:
-        assert {len(step) for step in expected} == {31, 32}
-
-
-def test_a_micro_batch_keeps_to_the_token_budget_and_is_filled(manifest: Manifest) -> None:
-    for step in take(stream_of(manifest), 20):
-        sizes = [len(batch.genes) for batch in step]
-        assert max(sizes) <= 60
-        for batch, after in pairwise(step):
-            assert len(batch.genes) + int(after.cu_seqlens[1]) > 60
-
-
-def test_a_rank_without_cells_gets_as_many_batches_all_empty(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, 9)
-    rows = [take(stream_of(manifest, rank, 8, global_batch=8), 2) for rank in range(8)]
-    assert sorted(cell for row in rows for step in row for cell in cells_of(step)) == list(range(9))
-    last = [row[1] for row in rows]
-    assert [len(step) for step in last] == [1] * 8
-    assert sum(len(step[0].cells) == 0 for step in last) == 7
-    assert all(step[0].cu_seqlens.tolist() == [0] for step in last if not len(step[0].cells))
+        assert sorted(chain(*found[epoch * steps : (epoch + 1) * steps])) == list(range(CELLS))
+    if "equal_steps" in options:
+        assert {len(step) for step in found} == {31, 32}
 
 
 @pytest.mark.parametrize("n_cells", [1, 2, 7, 8, 9, 33])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, shuffle: bool) -> None:
+@pytest.mark.parametrize(("world", "shuffle"), [(1, True), (1, False), (8, False)])
+def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, world: int, shuffle: bool) -> None:
     manifest = write_corpus(tmp_path, n_cells)
-    stream = stream_of(manifest, shuffle=shuffle)
-    steps = take(stream, stream.steps_per_epoch)
-    assert sorted(cell for step in steps for cell in cells_of(step)) == list(range(n_cells))
+    for equal in (False, True):
+        ranks = ranks_of(manifest, world, shuffle=shuffle, global_batch=8, options={"equal_steps": equal})
+        steps = joined(ranks, ranks[0].steps_per_epoch)
+        assert sorted(chain(*steps)) == list(range(n_cells))
 
 
 def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
@@ -139,7 +159,7 @@ def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None
     counts.data[5] = 70_000
     manifest = write_corpus(tmp_path, counts, cells_per_shard=64)
     assert len({shard.dtype for shard in manifest.splits["train"].shards}) == 2
-    stream = stream_of(manifest, tokens=ContinuousTokens(max_tokens=50))
+    stream = stream_of(manifest, tokens=ContinuousTokens(max_tokens=50), token_budget=60)
     steps = take(stream, stream.steps_per_epoch)
     assert Counter(cell for step in steps for cell in cells_of(step)) == Counter(range(100))
     library = np.asarray(counts.sum(axis=1)).ravel()
@@ -150,13 +170,19 @@ def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 8, 16, 17, 18, 34, 40])
 def test_resuming_equals_never_stopping_bit_for_bit(manifest: Manifest, at: int, equal: bool) -> None:
-    whole, first, second = (stream_of(manifest, options={"equal_steps": equal}) for _ in range(3))
+    options = {"options": {"equal_steps": equal}}
+    whole, first, second = (stream_of(manifest, **options) for _ in range(3))
     before = list(islice(first, at))
     state = first.state_dict()
     first.close()
     assert (state["epoch"], state["step"]) == divmod(at, first.steps_per_epoch)
     second.load_state_dict(state)
-    assert same(before + take(second, 20), take(whole, at + 20))
+    after = take(second, 20)
+    assert same(before + after, take(whole, at + 20))
+    ranks = ranks_of(manifest, 4, **options)
+    for stream in ranks:
+        stream.load_state_dict(state)
+    assert joined(ranks, 20) == [sorted(cells_of(step)) for step in after]
 
 
 def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
@@ -166,21 +192,33 @@ def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
     assert same(parts, take(stream_of(manifest), 20))
 
 
-def test_state_of_other_data_or_another_order_is_refused_with_both_values(manifest: Manifest, tmp_path: Path) -> None:
-    state = stream_of(manifest).state_dict()
-    other = write_corpus(tmp_path, 100)
-    with pytest.raises(DataError, match=rf"{manifest.fingerprint}.*{other.fingerprint}"):
-        stream_of(other).load_state_dict(state)
-    for change, message in (
-        ({"seed": 4}, "train.seed is 4, but 0 in the checkpoint"),
-        ({"global_batch": 64}, "train.global_batch is 64, but 32 in"),
-        ({"options": {"lanes": 4}}, "stream.lanes is 4, but 8 in"),
-        ({"options": {"block_cells": 2}}, "stream.block_cells is 2, but 4 in"),
-        ({"options": {"window_blocks": 1}}, "stream.window_blocks is 1, but 3 in"),
-        ({"options": {"train_frac": 0.5}}, "stream.train_frac is 0.5, but 1.0 in"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            stream_of(manifest, **change).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("changes", "state", "message"),
+    [
+        ({"seed": 4}, {}, "train.seed is 4, but 0 in the checkpoint"),
+        ({"global_batch": 64}, {}, "train.global_batch is 64, but 32 in"),
+        ({"options": {"lanes": 4}}, {}, "stream.lanes is 4, but 8 in"),
+        ({"options": {"block_cells": 2}}, {}, "stream.block_cells is 2, but 4 in"),
+        ({"options": {"window_blocks": 1}}, {}, "stream.window_blocks is 1, but 3 in"),
+        ({"options": {"train_frac": 0.5}}, {}, "stream.train_frac is 0.5, but 1.0 in"),
+        (
+            {},
+            {"fingerprint": "of others"},
+            r"fingerprint of others, as in the checkpoint, got \w{64}: ",
+        ),
+        ({}, {"step": 17}, "expected a state of step 0 to 16 of an epoch, got step 17 of epoch 0"),
+        ({}, {"step": -1}, "got step -1 of epoch 0"),
+        ({}, {"epoch": -1}, "got step 0 of epoch -1"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_stream_is_refused_with_both_values(
+    manifest: Manifest, changes: dict[str, Any], state: dict[str, Any], message: str
+) -> None:
+    stream, given = stream_of(manifest, **changes), stream_of(manifest).state_dict() | state
+    with pytest.raises(UserError, match=message):
+        stream.load_state_dict(given)
+    assert len(take(stream, 20)) == 20
 
 
 def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: Manifest) -> None:
@@ -245,13 +283,6 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
     assert threads() <= before
 
 
-def test_a_window_smaller_than_a_lanes_share_is_fine(manifest: Manifest) -> None:
-    options = {"options": {"block_cells": 1, "window_blocks": 1}, "global_batch": 256}
-    stream = stream_of(manifest, **options)
-    seen = Counter(cell for step in take(stream, stream.steps_per_epoch) for cell in cells_of(step))
-    assert seen == Counter(range(CELLS))
-
-
 def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_path: Path) -> None:
     n_donors, each, rng = 16, 128, np.random.default_rng(0)
     manifest = write_corpus(tmp_path, n_donors * each, 10, cells_per_shard=512)
@@ -272,51 +303,23 @@ def _entropy(values: np.ndarray) -> float:
 def test_a_fraction_of_the_cells_is_a_part_of_every_larger_one(manifest: Manifest) -> None:
     seen = []
     for fraction, n in ((0.1, 53), (0.5, 266), (1.0, CELLS)):
-        streams = [stream_of(manifest, rank, 2, options={"train_frac": fraction}) for rank in range(2)]
-        assert streams[0].n_cells == n
-        rows = [take(stream, 2 * stream.steps_per_epoch) for stream in streams]
-        counts = Counter(cell for row in rows for step in row for cell in cells_of(step))
+        ranks = ranks_of(manifest, 2, options={"train_frac": fraction})
+        assert ranks[0].n_cells == n
+        counts = Counter(chain(*joined(ranks, 2 * ranks[0].steps_per_epoch)))
         assert set(counts.values()) == {2}
         seen.append({*counts})
         assert len(counts) == n
     assert seen[0] < seen[1] < seen[2]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1,), (3,), (8,), (9,), (63,), (100, 37, 5), (64,) * 9 + (1,), (533,), (4096,)], ids=sum
-)
-@pytest.mark.parametrize(("lanes", "batch"), [(1, 1), (8, 32), (12, 36), (8, 8)])
-@pytest.mark.parametrize("equal", [True, False])
-def test_lanes_and_windows_lose_no_cell_and_lanes_give_no_more_than_their_part_of_a_batch(
-    sizes: tuple[int, ...], lanes: int, batch: int, equal: bool
-) -> None:
-    order = EpochLayout(sizes, lanes, 4, 3, batch, seed=0, shuffle=True, equal_steps=equal)
-    epoch, steps = Epoch(order, 0), order.steps_per_epoch
-    borders = [[int(order.lanes_before(step)[lane]) for step in range(steps + 1)] for lane in range(lanes)]
-    assert [lane[-1] for lane in borders] == epoch.lane_cells
-    taken = [[b - a for a, b in pairwise(lane)] for lane in borders]
-    assert all(0 <= n <= batch // lanes for lane in taken for n in lane)
-    given = [sum(of_lanes) for of_lanes in zip(*taken)]
-    assert max(given) == order.most_cells
-    assert sum(given) == sum(sizes)
-    if equal:
-        assert max(given) - min(given) <= 1
-        assert min(given) > 0
-    assert max(epoch.lane_cells) - min(epoch.lane_cells) <= 1
-    for lane in range(lanes):
-        for window, (start, stop) in enumerate(pairwise(epoch.borders[lane].tolist())):
-            assert int(epoch.window_runs(lane, window)[:, 2].sum()) == stop - start
-            assert sorted(epoch.window_order(lane, window)) == list(range(stop - start))
-
-
 def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     tree = {"tokens": {"max_tokens": 12}, "model": {}, "parallel": {}, "plan": {}}
-    tree["train"] = {"global_batch": 32, "steps": 20, "token_budget": 60}
+    tree["train"] = {"global_batch": 40, "steps": 20, "token_budget": 60}
     cells = Cells(detected_genes(manifest), manifest.n_genes)
-    for equal, seen in ((False, CELLS + 3 * 32), (True, CELLS + 3 * CELLS // 17)):
+    for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
         work = measure_work(options, cells, layout(options.parallel, 1, 1))
-        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (17, 32, seen)
+        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (14, largest, CELLS + more)
 
 
 def test_memory_of_batches_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone() -> None:

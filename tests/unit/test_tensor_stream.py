@@ -14,7 +14,7 @@ import cellmill
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import ConfigError, DataError, UserError
 
 CELLS, LANES = 533, {"lanes": 8, "block_cells": 4, "window_blocks": 3}
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,12 +123,17 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
             {"tokens": {"tokenizer": "binned", "binning": "quantile_corpus"}},
             "tokens.edges: expected the edges of the bins, which only a run fits, got null",
         ),
+        (
+            {"stream": {"lanes": 16, "train_frac": 0.01}, "world_size": 16},
+            "results/corpora/pbmc/shards/manifest.json: train: 4 cells for 16 ranks; use fewer ranks",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
 def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any], message: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(UserError) as refused:
         opened(folder, **options)
+    assert str(refused.value).removeprefix(f"{folder}/") == message
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -141,22 +146,6 @@ def test_a_flipped_byte_in_a_shard_is_refused(split: str, tmp_path: Path) -> Non
     shard.write_bytes(damaged)
     with pytest.raises(DataError, match=rf"{shard.name}: expected sha256 \w+ as in the manifest, got \w+: damaged"):
         opened(tmp_path, split)
-
-
-def test_fewer_cells_than_ranks_are_refused_in_one_line(folder: Path) -> None:
-    stream = LANES | {"lanes": 16, "train_frac": 0.01}
-    with pytest.raises(DataError, match=r"/manifest\.json: train: \d cells for 16 ranks; use fewer ranks$"):
-        opened(folder, stream=stream, world_size=16)
-
-
-@pytest.mark.parametrize("changed", [{"step": 14}, {"step": -1}, {"epoch": -1}, {"fingerprint": None}, {"step": None}])
-def test_a_state_of_another_stream_is_refused_in_one_line(changed: dict[str, Any], folder: Path) -> None:
-    stream = opened(folder)  # 14 steps an epoch
-    state = {name: value for name, value in (stream.state_dict() | changed).items() if value is not None}
-    with pytest.raises(DataError, match=r"^expected (a state of step 0 to 13 of an epoch, got step|shards of finger)"):
-        stream.load_state_dict(state)
-    assert len(list(stream)) == 14
-    stream.close()
 
 
 def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
