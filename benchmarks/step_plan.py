@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from train_step import commit, machine
 
+from cellmill.config.run import Stream
 from cellmill.data.stream.batch import micro_batches_of_ranks
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch
@@ -58,7 +59,8 @@ def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.
     """Seconds until the first step, and of each time: lengths of all ranks' cells, their cuts, and number of steps."""
     lanes, window = world * LANES_PER_RANK, BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
-    layout = EpochLayout((2 * lanes * window,), lanes, BLOCK_CELLS, WINDOW_BLOCKS, world * cells, seed=0, shuffle=True)
+    order = Stream(lanes=lanes, block_cells=BLOCK_CELLS, window_blocks=WINDOW_BLOCKS)
+    layout = EpochLayout((2 * lanes * window,), order, world * cells, seed=0, shuffle=True)
     rows = Prefetch([shard], layout, 0, world, max_genes=1, io_threads=1)  # type: ignore[list-item]
     began = time.thread_time()
     taken = rows.steps(0, 0)

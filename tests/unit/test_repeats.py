@@ -166,10 +166,11 @@ def test_a_part_of_the_cells_is_weighted_like_a_corpus_of_these_alone(labelled: 
 
 
 def test_few_labelled_cells_among_many_are_read_very_often() -> None:
-    stream = StreamOptions.model_validate({"weight_by": "kind", "labelled_frac": 1})
+    order = {"lanes": 4, "block_cells": 64, "window_blocks": 16}
+    stream = StreamOptions.model_validate(order | {"weight_by": "kind", "labelled_frac": 1})
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
-    layout = EpochLayout((300_000, 100_000), 4, 64, 16, 1000, 0, True, repeats=Repeats(levels, stream))
+    layout = EpochLayout((300_000, 100_000), stream, 1000, 0, True, repeats=Repeats(levels, stream))
     order, read = epoch_order(layout, 0), Counter[tuple[int, int]]()
     for lane in range(4):
         runs = order.window_runs(lane, 0)
@@ -182,7 +183,8 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
 def test_without_weights_the_order_is_that_of_earlier_versions() -> None:
     digest = hashlib.sha256()
     for shards, lanes, equal in (((100, 37, 64), 4, False), ((500,), 8, True)):
-        layout = EpochLayout(shards, lanes, 8, 3, 16, seed=5, shuffle=True, equal_steps=equal)
+        stream = StreamOptions(lanes=lanes, block_cells=8, window_blocks=3, equal_steps=equal)
+        layout = EpochLayout(shards, stream, 16, seed=5, shuffle=True)
         for epoch in (0, 3):
             order = Epoch(layout, epoch)
             for lane in range(lanes):

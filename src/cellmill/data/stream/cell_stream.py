@@ -86,7 +86,6 @@ class CellStream:
         entry = opened.entry(split)
         self._shards = open_shards(opened, split, copies)  # checks the manifest's numbers before memory is taken
         sizes = tuple(shard.n_obs for shard in entry.shards)
-        order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         weighted = stream.weights_column() if shuffle else {}
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
         if shuffle and stream.train_frac < 1:
@@ -98,9 +97,7 @@ class CellStream:
             if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
                 levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
             repeats = Repeats(levels, stream)
-        self._layout = EpochLayout(
-            sizes, **order, global_batch=global_batch, seed=seed, shuffle=shuffle, max_cells=max_cells, repeats=repeats
-        )
+        self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
         self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
@@ -118,6 +115,7 @@ class CellStream:
         max_genes = self._tokenizer.max_genes(counted)
         self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes, stream.io_threads)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
+        order = {name: getattr(stream, name) for name in _STREAM_ORDER}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
         self._epoch = self._step = 0
         self._pool: ThreadPoolExecutor | None = None  # that tokenizes ahead
@@ -201,7 +199,7 @@ class CellStream:
             order = epoch_order(layout, epoch)
             first_step, last_step = (min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop))
             first, last = layout.lanes_before(first_step), layout.lanes_before(last_step)  # cells of each lane
-            for lane in range(layout.lanes):
+            for lane in range(layout.stream.lanes):
                 if lane % self._world not in ranks:
                     continue
                 for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):

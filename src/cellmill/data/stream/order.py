@@ -123,14 +123,11 @@ class EpochLayout:
     """Everything but the epoch that defines the order of a split's cells."""
 
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    lanes: int
-    block_cells: int
-    window_blocks: int
+    stream: Stream
     global_batch: int
     seed: int
     shuffle: bool
     max_cells: int | None = None
-    equal_steps: bool = False
     repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
 
     @cached_property
@@ -141,44 +138,43 @@ class EpochLayout:
     @property
     def per_lane(self) -> int:
         """Cells per lane and global batch."""
-        return self.global_batch // self.lanes
+        return self.global_batch // self.stream.lanes
 
     @property
     def steps_per_epoch(self) -> int:
-        longest = -(-self.n_cells // self.lanes)  # lanes differ by one cell at most
+        longest = -(-self.n_cells // self.stream.lanes)  # lanes differ by one cell at most
         return -(-longest // self.per_lane)
 
     @property
     def most_cells(self) -> int:
         """Cells of the largest step."""
-        return -(-self.n_cells // self.steps_per_epoch) if self.equal_steps else min(self.global_batch, self.n_cells)
+        evenly = -(-self.n_cells // self.steps_per_epoch)
+        return evenly if self.stream.equal_steps else min(self.global_batch, self.n_cells)
 
     def lanes_before(self, step: int | np.ndarray) -> np.ndarray:
         """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of steps, all.
 
         For steps `(n, 1)`, `(n, lanes)`.
         """
-        if not self.equal_steps:
+        if not self.stream.equal_steps:
             return np.minimum(step * self.per_lane, self.deal(self.n_cells))
         return self.deal(step * self.n_cells // self.steps_per_epoch)
 
     def steps_of(self, lane: int, places: np.ndarray) -> np.ndarray:
         """Steps of an epoch that take the cells at `places` of a lane, `(cells,)` int64 each."""
-        if not self.equal_steps:
+        if not self.stream.equal_steps:
             return places // self.per_lane
         # the step before the first whose cells, dealt one by one, are more than those up to this one
-        return ((places * self.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
+        return ((places * self.stream.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
 
     def deal(self, cells: int | np.ndarray) -> np.ndarray:
         """Cells of each lane if `cells` are dealt one by one."""
-        return -((np.arange(self.lanes) - cells) // self.lanes)
+        return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
 
 
 def epoch_of(options: TrainOptions, n_cells: int) -> EpochLayout:
     """Return the layout of the epochs of a run over `n_cells` training cells, for its steps and their cells."""
-    stream, train = options.stream, options.train
-    order = (stream.lanes, stream.block_cells, stream.window_blocks, train.global_batch, train.seed)
-    return EpochLayout((n_cells,), *order, shuffle=True, equal_steps=stream.equal_steps)
+    return EpochLayout((n_cells,), options.stream, options.train.global_batch, options.train.seed, shuffle=True)
 
 
 class Epoch:
@@ -191,35 +187,37 @@ class Epoch:
     """
 
     def __init__(self, layout: EpochLayout, epoch: int):
-        self.layout, self.epoch, size = layout, epoch, layout.block_cells
+        self.layout, self.epoch = layout, epoch
+        stream, size = layout.stream, layout.stream.block_cells
         left, blocks = layout.n_cells, []
         for shard, cells in enumerate(layout.shard_cells):
-            first = np.arange(0, min(cells, left), size)
-            blocks.append(np.stack([np.full(len(first), shard), first, np.minimum(min(cells, left) - first, size)], 1))
-            left -= min(cells, left)
+            n_read = min(cells, left)
+            first = np.arange(0, n_read, size)
+            blocks.append(np.stack([np.full(len(first), shard), first, np.minimum(n_read - first, size)], 1))
+            left -= n_read
         every = np.concatenate(blocks)
         full, short = every[every[:, 2] == size], every[every[:, 2] < size]
         if layout.shuffle:
             full = full[permutation(len(full), layout.seed, BLOCKS, epoch, 0)]
             short = short[permutation(len(short), layout.seed, BLOCKS, epoch, 1)]
-        dealt = len(full) // layout.lanes * layout.lanes
+        dealt = len(full) // stream.lanes * stream.lanes
         rest = np.concatenate([full[dealt:], short])
         cuts = np.cumsum([0, *layout.deal(int(rest[:, 2].sum()))]).tolist()
         self._lanes = [
-            np.concatenate([full[lane : dealt : layout.lanes], _cut(rest, start, stop)])
+            np.concatenate([full[lane : dealt : stream.lanes], _cut(rest, start, stop)])
             for lane, (start, stop) in enumerate(pairwise(cuts))
         ]
         self.lane_cells: list[int] = []
         self.borders: list[np.ndarray] = []
         for runs in self._lanes:
             ends = np.cumsum(runs[:, 2])
-            window_ends = ends[layout.window_blocks - 1 :: layout.window_blocks]
+            window_ends = ends[stream.window_blocks - 1 :: stream.window_blocks]
             self.borders.append(np.unique(np.concatenate([[0], window_ends, ends[-1:]])))
             self.lane_cells.append(int(self.borders[-1][-1]))
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
-        size = self.layout.window_blocks
+        size = self.layout.stream.window_blocks
         return self._lanes[lane][window * size : (window + 1) * size]
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
@@ -243,7 +241,7 @@ class RepeatedEpoch(Epoch):
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
-        self.layout, self.epoch, size = layout, epoch, layout.block_cells
+        self.layout, self.epoch, size = layout, epoch, layout.stream.block_cells
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._first_cell = np.cumsum([0, *layout.shard_cells])
         self._counts = np.pad(counts, (0, int(self._first_cell[-1]) - len(counts)))
@@ -264,7 +262,7 @@ class RepeatedEpoch(Epoch):
         self._copies, self._ends = every[:, :3], np.concatenate([[0], np.cumsum(every[:, 3])])
         self.lane_cells = layout.deal(layout.n_cells).tolist()
         self._lane_first = np.cumsum([0, *self.lane_cells])
-        window = layout.window_blocks * size
+        window = layout.stream.window_blocks * size
         self.borders = [np.append(np.arange(0, cells, window), cells) for cells in self.lane_cells]
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:

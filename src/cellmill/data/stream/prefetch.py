@@ -123,7 +123,7 @@ class Prefetch:
         self, shards: list[RowFile], layout: EpochLayout, rank: int, world: int, max_genes: int | None, io_threads: int
     ):
         self._shards, self._layout, self._rank, self._world = shards, layout, rank, world
-        by_rank = np.arange(layout.lanes).reshape(-1, world).T
+        by_rank = np.arange(layout.stream.lanes).reshape(-1, world).T
         self._own, self._others = by_rank[rank].tolist(), np.delete(by_rank, rank, 0).ravel()
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
