@@ -215,10 +215,9 @@ def rows_of_steps(prefetched: Iterator[PrefetchedSteps]) -> Iterator[tuple[np.nd
     """Cells of each step, where their genes start, and their genes and counts."""
     for steps in prefetched:
         for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):
-            assert steps.counts is not None
-            starts = steps.starts[first : last + 1]
-            nonzeros = slice(starts[0], starts[-1])
-            yield steps.cells[first:last], starts - starts[0], steps.genes[nonzeros], steps.counts[nonzeros]
+            part = steps.taken.slice(first, last)
+            assert part.counts is not None
+            yield part.cells, part.starts - part.starts[0], part.genes, part.counts
 
 
 def open_stream(

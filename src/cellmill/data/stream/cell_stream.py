@@ -249,12 +249,10 @@ class CellStream:
             borders += [borders[-1] + border for border in cuts_in_step[1:]]
             n_filled.append(len(cuts_in_step) - 1)
         filled: list[Batch] = []
-        for first, last in pairwise(cut_batch(np.diff(steps.starts[borders]), _TOGETHER)):
-            start, stop = borders[first], borders[last]
-            starts = steps.starts[start : stop + 1]
-            nonzeros = slice(starts[0], starts[-1])
-            counts = steps.counts[nonzeros] if steps.counts is not None else None
-            rows = steps.genes[nonzeros], counts, starts - starts[0], steps.cells[start:stop]
+        for first, last in pairwise(cut_batch(np.diff(steps.taken.starts[borders]), _TOGETHER)):
+            start = borders[first]
+            part = steps.taken.slice(start, borders[last])
+            rows = part.genes, part.counts, part.starts - part.starts[0], part.cells
             batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(self._per_cell)
             filled += [batch.cut(low - start, high - start) for low, high in pairwise(borders[first : last + 1])]
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)

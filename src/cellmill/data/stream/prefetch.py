@@ -31,12 +31,12 @@ _TOGETHER = 256  # cells of small steps that are given at once: Python's share o
 class WindowCells:
     """Some cells of a window, in the order in which steps take them."""
 
-    lanes: np.ndarray  # lane of each cell, ascending in a step
-    cells: np.ndarray  # id of each cell
-    lengths: np.ndarray  # number of genes of each cell in the shards
-    starts: np.ndarray  # (cells + 1,) offset of each cell's first gene in the whole window: a slice keeps it
-    genes: np.ndarray
-    counts: np.ndarray | None
+    lanes: np.ndarray  # `(cells,)` int64, ascending in a step
+    cells: np.ndarray  # `(cells,)` int64 ids
+    lengths: np.ndarray  # `(cells,)` int64, number of genes of each cell in the shards
+    starts: np.ndarray  # `(cells + 1,)` int64 offset of each cell's first gene in the whole window: a slice keeps it
+    genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
+    counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
 
     def slice(self, start: int, stop: int) -> WindowCells:
         starts = self.starts[start : stop + 1]
@@ -106,10 +106,7 @@ class PrefetchedSteps:
     epoch: int
     lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
     n_cells: np.ndarray  # `(steps, world)` int64, number of cells of each rank
-    cells: np.ndarray  # `(cells,)` int64 ids of this rank's cells, by step and lane
-    starts: np.ndarray  # `(cells + 1,)` int64, offset of each cell's first gene
-    genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
-    counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
+    taken: WindowCells  # by this rank, by step and lane
 
 
 class Prefetch:
@@ -153,13 +150,12 @@ class Prefetch:
                 in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
                 while step < stop:
                     n, parts = ahead.take(epoch * layout.steps_per_epoch + step, in_ranks[:, self._rank])
-                    own = parts[0] if len(parts) == 1 else self._joined(parts)
-                    lengths = own.lengths
+                    taken = parts[0] if len(parts) == 1 else self._joined(parts)
+                    lengths = taken.lengths
                     if len(self._others):
                         lengths = self._with_others(lengths, lengths_of_others, in_ranks[:n], in_lanes[:n])
-                    starts = own.starts - own.starts[0]
-                    yield PrefetchedSteps(epoch, lengths, in_ranks[:n], own.cells, starts, own.genes, own.counts)
-                    del own, parts  # the next window may take their memory
+                    yield PrefetchedSteps(epoch, lengths, in_ranks[:n], taken)
+                    del taken, parts  # the next window may take their memory
                     step, in_lanes, in_ranks = step + n, in_lanes[n:], in_ranks[n:]
             if not layout.shuffle:
                 return
