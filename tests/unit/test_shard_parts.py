@@ -102,11 +102,14 @@ def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest
         data.shard_part(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
 
 
-def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths, _, ids = two_datasets(tmp_path)
     vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
     expected = files_of(write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json"))
-    write_shards(paths, vocabulary, Shard(), out)  # other shards, which must not pass for these
+    write_shards(paths, vocabulary, OPTIONS.model_copy(update={"cells_per_shard": 20}), out)  # other and more shards
+    (out.parent / "notes.h5ad").write_text("mine")
 
     def killed(path: Path, *_: object, **__: object) -> None:
         if path.name.startswith(".train-00001"):
@@ -132,7 +135,7 @@ def test_the_next_process_keeps_what_a_killed_one_finished(tmp_path: Path, monke
     again = write_shards(paths, vocabulary, OPTIONS, out)
     assert files_of(again) == expected
     assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert not list(out.parent.glob(".*incomplete*"))
+    assert {path.name for path in out.parent.iterdir()} == {*expected, "manifest.json", "notes.h5ad"}
 
 
 def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:

@@ -194,20 +194,6 @@ def test_cells_without_a_gene_of_the_vocabulary_are_dropped_and_counted(tmp_path
         write_shards([path], vocabulary_of(["ENSG_other"]), options, tmp_path / "none" / "manifest.json")
 
 
-def test_a_rerun_replaces_a_larger_shard_set(tmp_path: Path) -> None:
-    before = write_corpus(tmp_path, 350)
-    other = before.path.parent / "notes.h5ad"
-    other.write_text("mine")
-    after = write_corpus(tmp_path, 120)
-    assert {path.name for path in before.path.parent.iterdir()} == {
-        "manifest.json",
-        "notes.h5ad",
-        *(file.name for file in after.files()),
-    }
-    assert len(shard_files(after)) < len(shard_files(before))
-    verify(after)
-
-
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
