@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -25,7 +24,6 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.launch.signals import StopFlag
-from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model
 from cellmill.parallel import apply, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
@@ -251,33 +249,6 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
         likelihoods.ELEMENTS["cpu"] = kept
     gradients = torch.autograd.grad(2 * loss, (cut, bias, states))
     return [loss.item(), *(full(gradient).numpy() for gradient in gradients)]
-
-
-def held(corpus: str, options: dict[str, Any]) -> dict[str, float]:
-    """This rank's parameters, and what autograd keeps of a forward pass for each token, in elements."""
-    made, _ = trainer(corpus, options, corpus, 1)
-    own = [local_of(parameter) for parameter in made.model.parameters()]
-    weights = {tensor.untyped_storage().data_ptr() for tensor in own}
-    batch = next(iter(made.train_stream))[0]
-    prepared = made._prepare([to_tensors(batch)], 0)[0]
-    kept: dict[int, torch.UntypedStorage] = {}  # kept alive: a freed address could be used by another tensor
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_of(tensor)
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.trigger_wait()
-        storage = local.untyped_storage()
-        if local.is_floating_point() and storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made.parallel_model(prepared).backward()
-    made.close()
-    return {
-        "parameters": sum(tensor.numel() for tensor in own),
-        "activations_per_token": sum(storage.nbytes() for storage in kept.values()) / 4 / len(prepared.genes),
-    }
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,32 +39,30 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
     ]
 
 
-def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one(pool: Pool, corpus: str, tmp_path: Path) -> None:
-    run = options(train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
+NAMED = [("ddp", 1, 4), ("FULL_SHARD x tp 2", 2, 8), ("FULL_SHARD x pp 2", 1, 8)]
+
+
+@pytest.mark.parametrize(("layout", "rank", "cells"), quick(NAMED, NAMED[:1]))
+def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one_which_names_the_rank_and_the_cells(
+    pool: Pool, corpus: str, tmp_path: Path, layout: str, rank: int, cells: int
+) -> None:
+    run = options(LAYOUTS[layout], train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
     each = {"corpus": corpus, "options": run, "bad": [2, 4, 5, 6], "steps": 9}
     alone = pool.run("trained", folder=str(tmp_path / "alone"), **each)
-    assert "at step 6, the last of 3 bad steps in a row (train.max_bad_steps 3)" in alone[0]["error"]
+    assert len({of_rank["error"] for of_rank in alone}) == 1, "ranks disagree"
+    more = rf" and {cells - 4} more cells \(see the log\)" if cells > 4 else ""
+    cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
+    assert re.fullmatch(
+        r"loss nan and gradient norm nan at step 6, the last of 3 bad steps in a row \(train\.max_bad_steps 3\): "
+        r"lower train\.lr \(0\.001\) or raise train\.warmup_steps; earlier checkpoints are intact; "
+        rf"rank {rank} had {cell}, {cell}, {cell}, {cell}{more}",
+        alone[0]["error"],
+    )
     shutil.copytree(tmp_path / "alone", tmp_path / "resumed")
     resumed = pool.run("trained", folder=str(tmp_path / "resumed"), load=True, **each)
     assert resumed[0]["lines"][0]["step"] == 5
     for key in ("error", "progress", "moments"):
-        assert [rank[key] for rank in resumed] == [rank[key] for rank in alone], key
-
-
-@pytest.mark.parametrize("layout", quick(["ddp", "FULL_SHARD x tp 2", "FULL_SHARD x pp 2"], ["ddp"]))
-def test_the_final_error_names_the_rank_and_the_cells(pool: Pool, corpus: str, tmp_path: Path, layout: str) -> None:
-    run = options(LAYOUTS[layout], train={"max_bad_steps": 2})
-    found = pool.run("trained", corpus=corpus, options=run, folder=str(tmp_path), steps=6, bad=[2, 3])
-    assert len({rank["error"] for rank in found}) == 1, "ranks disagree"
-    rank, cells = {"ddp": (1, 4), "FULL_SHARD x tp 2": (2, 8), "FULL_SHARD x pp 2": (1, 8)}[layout]
-    more = rf" and {cells - 4} more cells \(see the log\)" if cells > 4 else ""
-    cell = r"sim:\S+ \(train-\S+\.h5ad row \d+\)"
-    assert re.fullmatch(
-        r"loss nan and gradient norm nan at step 3, the last of 2 bad steps in a row \(train\.max_bad_steps 2\): "
-        r"lower train\.lr \(0\.001\) or raise train\.warmup_steps; earlier checkpoints are intact; "
-        rf"rank {rank} had {cell}, {cell}, {cell}, {cell}{more}",
-        found[0]["error"],
-    )
+        assert [of_rank[key] for of_rank in resumed] == [of_rank[key] for of_rank in alone], key
 
 
 def test_a_finite_loss_with_an_infinite_gradient_is_skipped_too(

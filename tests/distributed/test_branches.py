@@ -1,6 +1,5 @@
 """Runs that go on from a checkpoint of another one have the numbers of runs of their own."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.runs.folder import TrainFolder, read_lines
+from tests.distributed.command import words
 from tests.distributed.conftest import options
 
 BRANCH = 5
@@ -24,9 +24,8 @@ WSD: dict[str, Any] = {
 
 
 def _train(corpus: str, out: Path, trunk: Path | None = None, **train: Any) -> int:
-    words = ["train", "--options", json.dumps(options(train=WSD | train)), "--out", str(out)]
-    words += ["--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv"]
-    return main([*words, *(() if trunk is None else ("--trunk", str(trunk)))])
+    given = {} if trunk is None else {"trunk": trunk}
+    return main(words(corpus, out, options(train=WSD | train), **given)[3:])
 
 
 def _curve(folder: Path) -> list[dict[str, Any]]:
@@ -69,23 +68,23 @@ def test_a_branch_that_has_begun_needs_no_trunk(corpus: str, trunk: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("at", "change", "message"),
     [
-        ({"steps": 6}, "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5"),
-        ({"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
-        ({"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init_from"),
+        (BRANCH, {"steps": 6}, "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5"),
+        (BRANCH, {"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
+        (BRANCH, {"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init"),
+        (3, {"steps": 8}, "no checkpoint of step 3; there are those of steps"),
     ],
 )
 def test_another_training_is_no_trunk(
-    corpus: str, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+    corpus: str,
+    trunk: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    at: int,
+    change: dict[str, Any],
+    message: str,
 ) -> None:
-    assert _train(corpus, tmp_path / "branch", trunk, **change) == 2
+    assert _train(corpus, tmp_path / "branch", trunk.with_name(f"step-{at:08}"), **change) == 2
     assert message in capsys.readouterr().err
     assert not TrainFolder(tmp_path / "branch").checkpoints()
-
-
-def test_a_checkpoint_that_was_not_kept_is_named(
-    corpus: str, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _train(corpus, tmp_path / "branch", trunk.with_name("step-00000003"), steps=8) == 2
-    assert "no checkpoint of step 3; there are those of steps" in capsys.readouterr().err

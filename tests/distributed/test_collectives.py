@@ -9,6 +9,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import PlannedModel, traffic_of
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
 FEW_BYTES = 1024  # reductions of targets, norms and signals
@@ -25,29 +26,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
     "pp 2 x FULL_SHARD": {"sharding_strategy": "FULL_SHARD", "pp": 2},
 }
-QUICK: list[Any] = [("HYBRID_SHARD", ACCUMULATED), ("sequence parallel", {}), ("pp 2 x FULL_SHARD", ACCUMULATED)]
 RECOMPUTED: dict[str, dict[str, Any]] = {
     f"{name}, recomputed": LAYOUTS[name] | {"activation_checkpointing": "full"}
     for name in ("FULL_SHARD x tp 2", "sequence parallel")
 }
+QUICK: list[Any] = [("HYBRID_SHARD", ACCUMULATED), ("sequence parallel", {}), ("pp 2 x FULL_SHARD", ACCUMULATED)]
+MORE = [*((name, ACCUMULATED) for name in LAYOUTS), *((name, {}) for name in RECOMPUTED)]
 
 
-@pytest.mark.parametrize(
-    ("name", "train"),
-    [
-        *QUICK,
-        *(
-            pytest.param(name, ACCUMULATED, marks=pytest.mark.full)
-            for name in LAYOUTS
-            if (name, ACCUMULATED) not in QUICK
-        ),
-        *(pytest.param(name, {}, marks=pytest.mark.full) for name in RECOMPUTED),
-    ],
-)
+@pytest.mark.parametrize(("name", "train"), quick([*QUICK, *(row for row in MORE if row not in QUICK)], QUICK))
 def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
-    given = _options((LAYOUTS | RECOMPUTED)[name], train)
+    given = options((LAYOUTS | RECOMPUTED)[name], model=MODEL, tokens={"max_tokens": 100}, train=train)
     parsed = TrainOptions.model_validate(given)
     model = PlannedModel.of(parsed, N_GENES, WORLD, LOCAL_WORLD)
     for rank, measured in enumerate(pool.run("measures.collectives", corpus=corpus, options=given)):
@@ -63,10 +54,6 @@ def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
         expected = {(part.kind, part.processes, part.in_a_node): part for part in planned}
         assert dict(seen) == pytest.approx({key: part.payload_bytes for key, part in expected.items()}, rel=0.03)
         assert dict(calls) == pytest.approx({key: part.calls for key, part in expected.items()}, abs=1), f"rank {rank}"
-
-
-def _options(parallel: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
-    return options(parallel, model=MODEL, tokens={"max_tokens": 100}, train=train)
 
 
 def _of_first_node(group: tuple[int, ...]) -> int:

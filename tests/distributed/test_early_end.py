@@ -64,13 +64,8 @@ def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(co
     for run, steps in zip(runs, ("auto", AUTO_MIN_STEPS)):
         run.train(_run(steps=steps, schedule="cosine"))  # whose rate in each step depends on the number of steps
         assert run.read("status.json")["steps"] == AUTO_MIN_STEPS
-        curves.append(
-            [
-                (line["loss"], line["grad_norm"], line["lr"])
-                for line in read_lines(run.out / "metrics.jsonl")
-                if "loss" in line
-            ]
-        )
+        lines = [line for line in read_lines(run.out / "metrics.jsonl") if "loss" in line]
+        curves.append([(line["loss"], line["grad_norm"], line["lr"]) for line in lines])
     assert curves[0] == curves[1]
     assert f"{runs[1].out}: this run is already done" in runs[1].train(_run(steps="auto", schedule="cosine"))[0]
 

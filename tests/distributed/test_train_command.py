@@ -15,7 +15,7 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.files import sha256_file
-from tests.distributed.command import Run
+from tests.distributed.command import Run, wait_for
 from tests.distributed.conftest import options
 
 STEPS = 20
@@ -60,48 +60,36 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     run: Run, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    limit_gb = 1.01e-9 * max(path.stat().st_size for path in Path(run.corpus, "shards").glob("*.h5ad"))
+    staged = {"stage_to": "$NODE_DISK", "stage_limit_gb": limit_gb}
 
     def of(steps: int, **stream: Any) -> dict[str, Any]:
         often = {"checkpoint_every_steps": 10, "val_every_steps": 20, "schedule": "constant"}
         return options({"strategy": "ddp"}, train={"steps": steps} | often, stream=stream)
 
-    whole.train(of(60), nproc_per_node=2)
-    run.start(of(50, stage_to="$NODE_DISK"), until=12, nproc_per_node=2, max_restarts=1)
+    whole.train(of(110), nproc_per_node=2)
+    run.start(of(100, **staged), until=12, nproc_per_node=2, max_restarts=1)
     run.worker(1).kill()
+    wait_for(lambda: "going on from step" in run.log)  # before that, the curve may have later steps of the first life
     run.wait_for_step(22)
     run.process.send_signal(signal.SIGTERM)
     log, step = run.end(75), run.read("state.json")["step"]
     assert "starting all again from the last checkpoint, restart 1 of 1\n" in log
-    assert re.search(r"copied \d of \d shards, ", log)
-    assert 22 <= step < 50
+    copied = rf"copied [1-9] of \d shards, 0.00 GB, to {tmp_path / 'disk'} in \d+ s, as many as stream.stage_limit_gb "
+    assert re.search(f"{copied}allows", log)
+    assert 22 <= step < 100
     assert log.splitlines()[-1] == (
-        f"cellmill train: stopped at step {step} of 50, saved; run the same command to resume"
+        f"cellmill train: stopped at step {step} of 100, saved; run the same command to resume"
     )
-    assert f"going on from step {step}\n" in run.train(of(50), nproc_per_node=2)[0]
-    assert run.train(of(50), nproc_per_node=2)[0] == f"{run.out}: this run is already done\n"
-    longer = run.train(of(60), nproc_per_node=2)[0]
-    assert f"{run.out}: going on from step 50 of 50, now 60: from here the learning rate" in longer
+    assert f"going on from step {step}\n" in run.train(of(100), nproc_per_node=2)[0]
+    assert run.train(of(100), nproc_per_node=2)[0] == f"{run.out}: this run is already done\n"
+    longer = run.train(of(110), nproc_per_node=2)[0]
+    assert f"{run.out}: going on from step 100 of 100, now 110: from here the learning rate" in longer
     assert run.losses == whole.losses
-    files = [each.read("checkpoints/step-00000060/manifest.json")["files"] for each in (run, whole)]
+    files = [each.read("checkpoints/step-00000110/manifest.json")["files"] for each in (run, whole)]
     tensors = [{name: file["sha256"] for name, file in of.items() if name.endswith(".distcp")} for of in files]
     assert tensors[0] == tensors[1]
     assert list((tmp_path / "disk").iterdir()) == [], "a copy of the shards is left"
-
-
-@pytest.mark.full
-def test_a_run_that_copies_its_shards_to_the_node_has_the_same_curve_and_leaves_no_copy(
-    run: Run, one: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    limit_gb = 1.01e-9 * Path(run.corpus, "shards", "train-00000.h5ad").stat().st_size
-    stream = {"stage_to": "$NODE_DISK", "stage_limit_gb": limit_gb}
-    out, error = run.train(options(train={"steps": STEPS}, stream=stream))
-    said = rf"copied 1 of \d shards, 0.00 GB, to {tmp_path / 'disk'} in \d+ s, as many as stream.stage_limit_gb allows"
-    assert re.search(said, out)
-    assert "warning" not in error
-    assert run.losses == one.losses
-    assert list((tmp_path / "disk").iterdir()) == []
-    assert run.read("run.json")["identity"] == one.read("run.json")["identity"]
 
 
 def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(copy_of_one: Run) -> None:
@@ -154,6 +142,7 @@ def test_kill_9_of_a_worker_or_an_agent_restarts_from_the_last_checkpoint_with_t
     whole.train(given, nodes=2)
     run.start(given, until=15, nodes=2, max_restarts=2)
     run.kill_worker()
+    wait_for(lambda: "going on from step" in run.log)
     run.wait_for_step(60)
     run.workers()[0].parent().kill()
     log = run.end(0)
@@ -278,13 +267,6 @@ def test_a_process_that_runs_out_of_memory_reports_its_plan(run: Run) -> None:
     run.none_left()
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(run: Run) -> None:
-    _, error = run.train(options({"shard_size": 3}), nproc_per_node=4, code=2)
-    assert error.count("\n") == 1
-    assert "shard_size" in error
-    assert not (run.out / "run.json").exists()
-
-
 def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) -> None:
     shard, run = next((copied / "shards").glob("train*.h5ad")), Run(copied, tmp_path / "train")
     content = bytearray(shard.read_bytes())
@@ -297,12 +279,17 @@ def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) 
     assert not (run.out / "checkpoints").exists()
 
 
-def test_a_vocabulary_of_other_shards_is_refused(copied: Path, tmp_path: Path) -> None:
-    path = copied / "vocabulary.tsv"
+def test_a_layout_and_a_vocabulary_that_do_not_fit_are_refused_before_any_process_starts(
+    copied: Path, tmp_path: Path
+) -> None:
+    path, run = copied / "vocabulary.tsv", Run(copied, tmp_path / "train")
+    _, error = run.train(options({"shard_size": 3}), nproc_per_node=4, code=2)
+    assert (error.count("\n"), "shard_size" in error) == (1, True)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    _, error = Run(copied, tmp_path / "train").train(TWO_STEPS, code=2)
+    _, error = run.train(TWO_STEPS, code=2)
     expected = rf"cellmill train: {path}: its digest is \w{{12}}, the shards were made with \w{{12}}; .+\n"
     assert re.fullmatch(expected, error)
+    assert not (run.out / "run.json").exists()
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Planned memory of each layout (tests/distributed compares it with processes), and idle time of pipelines."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,8 @@ def test_full_shard_divides_weights_and_moments_by_the_processes() -> None:
         ended = _memory(world, tokens=SHORT, sharding_strategy="FULL_SHARD")
         assert ended.gradients >= 4 * share
         assert ended.communication > 0
+        twice = _memory(world, micro_batches=2, sharding_strategy="FULL_SHARD")  # unsharded until they are reduced
+        assert twice.total - memory.total == 4 * SIZE.parameters
 
 
 def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_activations() -> None:
@@ -81,11 +84,6 @@ def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_activations(
     genes = SPEC.n_genes + 2
     assert whole.logits - cut.logits == pytest.approx(4 * 0.75 * genes * (0.15 * LONG + 3 * SIZE.width), rel=0.1)
     assert shared.activations < cut.activations < 0.7 * whole.activations
-
-
-def test_accumulated_gradients_are_unsharded_until_they_are_reduced() -> None:
-    once, twice = (_memory(4, micro_batches=n, sharding_strategy="FULL_SHARD") for n in (1, 2))
-    assert twice.total - once.total == 4 * SIZE.parameters
 
 
 def test_bf16_halves_activations_and_gathered_weights_but_no_weights_and_moments() -> None:
@@ -120,53 +118,46 @@ def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str)
     assert sorted(stage for rank in range(3) for stage in stages_of(rank, parallel)) == list(range(parallel.stages))
 
 
-def test_gpipe_keeps_all_micro_batches_and_1f1b_one_per_following_stage() -> None:
-    few, many = (_memory(4, micro_batches=n, pp=4, schedule="GPipe") for n in (4, 16))
-    assert many.activations > 3.5 * few.activations
-    few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
-    assert many.activations == few.activations
-    assert many.pipeline == 4 * few.pipeline
-
-
 def test_the_peak_is_that_of_the_pipeline_rank_that_needs_the_most() -> None:
     model = _model(3, pp=3)
     each = [peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
     assert peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
     assert each[0].logits == each[1].logits == 0 < each[2].logits
+    few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))  # 1F1B keeps one per following stage
+    assert (many.activations, many.pipeline) == (few.activations, 4 * few.pipeline)
 
 
-def test_offloaded_parts_are_in_host_memory_and_not_on_the_device() -> None:
-    for pp in (1, 2):
-        strategy: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "pp": pp}
-        plain, moments, full = (
-            _memory(4, tokens=SHORT, cpu_offload=how, **strategy) for how in (None, "optimizer", "full")
-        )
-        assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
-        assert moments.total == plain.total - plain.optimizer
-        assert full.total < moments.total - plain.parameters
-        offloaded = _model(4, cpu_offload="optimizer", **strategy)
-        assert host_bytes(offloaded)[0] == pytest.approx(2 * plain.optimizer, abs=16)
-        assert host_bytes(_model(4, **strategy))[0] == 0
+@pytest.mark.parametrize("pp", [1, 2])
+def test_offloaded_parts_are_in_host_memory_and_not_on_the_device(pp: int) -> None:
+    strategy: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "pp": pp}
+    plain, moments, full = (
+        _memory(4, tokens=SHORT, cpu_offload=how, **strategy) for how in (None, "optimizer", "full")
+    )
+    assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
+    assert moments.total == plain.total - plain.optimizer
+    assert full.total < moments.total - plain.parameters
+    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy))[0] == pytest.approx(2 * plain.optimizer, abs=16)
+    assert host_bytes(_model(4, **strategy))[0] == 0
 
 
 def test_a_checkpoint_is_staged_in_twelve_bytes_per_parameter_of_the_shard() -> None:
-    assert host_bytes(_model(1))[1] == 12 * SIZE.parameters
-    assert host_bytes(_model(4, sharding_strategy="FULL_SHARD"))[1] == pytest.approx(3 * SIZE.parameters, abs=4)
-    averaged = replace(_model(1), keeps_average=True)
-    assert host_bytes(averaged)[1] == 16 * SIZE.parameters
+    sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD"))[1]
+    assert (host_bytes(_model(1))[1], sharded) == (12 * SIZE.parameters, pytest.approx(3 * SIZE.parameters, abs=4))
 
 
-def test_the_average_of_the_weights_is_where_the_weights_are() -> None:
-    for how in (None, "optimizer", "full"):
-        without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
-        model, share = replace(without, keeps_average=True), 4 * -(-without.counts(0).trained // 4)
-        device, host = (0, share) if how == "full" else (share, 0)
-        memory = peak_memory(model, SHORT, 1)
-        assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
-        assert host_bytes(model)[0] - host_bytes(without)[0] == pytest.approx(host, abs=16)
+@pytest.mark.parametrize("how", [None, "optimizer", "full"])
+def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) -> None:
+    without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
+    model, share = replace(without, keeps_average=True), 4 * -(-without.counts(0).trained // 4)
+    device, host = (0, share) if how == "full" else (share, 0)
+    memory = peak_memory(model, SHORT, 1)
+    assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
+    pinned, staged = (after - before for after, before in zip(host_bytes(model), host_bytes(without)))
+    assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))
 
 
 SECONDS = {"FORWARD": 1.0, "FULL_BACKWARD": 2.0, "BACKWARD_INPUT": 1.0, "BACKWARD_WEIGHT": 1.0}
+COMPUTED = SECONDS.keys() - {"BACKWARD_WEIGHT"}  # what another stage waits for
 KEPT = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
 # torch's table of 1F1B is not what it runs: it keeps one micro-batch too many
 TABLED = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
@@ -222,32 +213,31 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
 def _play(table: list[list[Any]], parallel: Parallel) -> float:
     """Return when the last process finishes, if each action waits for its inputs."""
     done: dict[tuple[bool, int, int], float] = {}
-    clocks, at = [0.0] * len(table), [0] * len(table)
-    while any(next_action < len(actions) for next_action, actions in zip(at, table)):
-        before = list(at)
-        for rank, actions in enumerate(table):
-            while at[rank] < len(actions):
-                parts = [part for part in actions[at[rank]] if part.computation_type.name in SECONDS]
-                needs = [need for part in parts for need in _needs(part, parallel)]
-                if any(need not in done for need in needs):
-                    break
-                clocks[rank] = max([clocks[rank], *(done[need] for need in needs)])
-                clocks[rank] += sum(SECONDS[part.computation_type.name] for part in parts)
-                for part in parts:
-                    if part.computation_type.name != "BACKWARD_WEIGHT":
-                        forward = part.computation_type.name == "FORWARD"
-                        done[forward, part.stage_index, part.microbatch_index] = clocks[rank]
-                at[rank] += 1
-        assert at != before, "deadlock"
+    clocks, queues = [0.0] * len(table), [deque(actions) for actions in table]
+    while any(queues):
+        ready = [rank for rank, queue in enumerate(queues) if queue and _needs(queue[0], parallel) <= done.keys()]
+        assert ready, "deadlock"
+        for rank in ready:
+            needs, parts = _needs(queues[rank][0], parallel), queues[rank].popleft()
+            clocks[rank] = max([clocks[rank], *(done[need] for need in needs)])
+            clocks[rank] += sum(SECONDS.get(part.computation_type.name, 0.0) for part in parts)
+            for part in parts:
+                if part.computation_type.name in COMPUTED:
+                    forward = part.computation_type.name == "FORWARD"
+                    done[forward, part.stage_index, part.microbatch_index] = clocks[rank]
     return max(clocks)
 
 
-def _needs(part: Any, parallel: Parallel) -> list[tuple[bool, int, int]]:
-    stage, micro_batch = part.stage_index, part.microbatch_index
-    if part.computation_type.name == "FORWARD":
-        return [(True, stage - 1, micro_batch)] if stage else []
-    last = stage == parallel.stages - 1
-    return [] if last or part.computation_type.name == "BACKWARD_WEIGHT" else [(False, stage + 1, micro_batch)]
+def _needs(parts: list[Any], parallel: Parallel) -> set[tuple[bool, int, int]]:
+    """(Whether of a forward pass, stage, micro-batch) of the results that an action needs."""
+    needs = set()
+    for part in parts:
+        stage, micro_batch, kind = part.stage_index, part.microbatch_index, part.computation_type.name
+        if kind == "FORWARD" and stage > 0:
+            needs.add((True, stage - 1, micro_batch))
+        elif kind in COMPUTED and kind != "FORWARD" and stage < parallel.stages - 1:
+            needs.add((False, stage + 1, micro_batch))
+    return needs
 
 
 def _most_kept(actions: list[Any]) -> int:

@@ -87,6 +87,13 @@ def test_a_skipped_step_changes_nothing_even_if_gradients_are_not_finite() -> No
     assert all(torch.equal(old, new) for old, new in zip(before, (*model.parameters(), *states)))
 
 
+def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
+    matrices = [nn.Parameter(torch.eye(3)) for _ in range(2)]
+    matrices[0].grad = torch.ones(3, 3)
+    Muon([{"params": matrices, "weight_decay": 0.5, "matrices": True}], Train(steps=1, lr=0.1)).step()
+    assert [torch.equal(matrix, torch.eye(3)) for matrix in matrices] == [False, True]
+
+
 def test_owners_have_about_the_same_work() -> None:
     shapes = [(64, 192), (64, 64), (64, 256), (256, 64)] * 5
     chosen = owners(shapes, 4)
@@ -125,69 +132,38 @@ def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
         assert train.optimizer.states_per_parameter == 2
 
 
-copied_or_not = pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
-
-
-def _pair(monkeypatch: pytest.MonkeyPatch, copied: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Return two equal models with torch's AdamW and ours; `copied` as if the parameters were on a GPU."""
-    monkeypatch.setattr(optimizers, "_needs_copy", lambda shard: copied)
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_written_between_steps(
+    monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    monkeypatch.setattr(optimizers, "_needs_copy", lambda shard: copied)  # as if the parameters were on a GPU
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     train = Train(steps=1, weight_decay=0.3)
-    return models, [build_optimizer(models[0], train), build_optimizer(models[1], train, "optimizer")]
-
-
-def _step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-    for model, optimizer in zip(models, optimizers):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
-        model(x).square().sum().backward()
-        if step == 1:
-            model[2].bias.grad = None  # type: ignore[index, union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _parameters(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@copied_or_not
-def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_written_between_steps(
-    monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
-    models, optimizers = _pair(monkeypatch, copied)
-    assert type(optimizers[1]) is OffloadedAdamW
-    for step in range(5):
-        if step == 3:
-            with torch.no_grad():
-                for model in models:
-                    model[0].weight.copy_(torch.ones(7, 5))  # type: ignore[index, union-attr, operator]
-        _step(models, optimizers, step)
-        assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models))), step
-    for ours, theirs in zip(models[1].parameters(), models[0].parameters()):
-        states: list[dict[str, Any]] = [optimizers[1].state[ours], optimizers[0].state[theirs]]
-        assert states[0].keys() == states[1].keys()
-        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
-@copied_or_not
-def test_a_step_that_overflowed_changes_nothing(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
-    models, optimizers = _pair(monkeypatch, copied)
-    for optimizer in optimizers:
-        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    _step(models, optimizers, 0)
-    before = [tensor.clone() for tensor in _parameters(models[1])]
-    for optimizer in optimizers:
-        optimizer.found_inf.fill_(1.0)  # type: ignore[attr-defined]
-    _step(models, optimizers, 2)
-    assert all(torch.equal(a, b) for a, b in zip(before, _parameters(models[1])))
-    for optimizer in optimizers:
-        optimizer.found_inf.zero_()  # type: ignore[attr-defined]
-    _step(models, optimizers, 3)
-    assert all(torch.equal(a, b) for a, b in zip(*map(_parameters, models)))
+    theirs, ours = (build_optimizer(model, train, offload) for model, offload in zip(models, (None, "optimizer")))
+    assert type(ours) is OffloadedAdamW
+    for step in range(6):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        before = next(models[1].parameters()).detach().clone()
+        for model, optimizer in zip(models, (theirs, ours)):
+            if step == 3:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            model(x).square().sum().backward()
+            if step == 1:
+                [*model.parameters()][-1].grad = None
+            optimizer.found_inf = torch.tensor(float(step == 4))  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models))), step
+        skipped = torch.equal(next(models[1].parameters()), before)
+        assert skipped == (step == 4), "the step that overflowed alone is skipped"
+    for own, other in zip(models[1].parameters(), models[0].parameters()):
+        assert ours.state[own].keys() == theirs.state[other].keys()
+        assert all(torch.equal(ours.state[own][key], theirs.state[other][key]) for key in ours.state[own])
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer"])
@@ -199,8 +175,6 @@ def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str |
 
 
 SCHEDULED = Train(steps=100, lr=2.0, warmup_steps=10, min_lr_frac=0.1)
-
-
 WSD = {"schedule": "wsd", "decay_frac": 0.2}
 COSINE = {step: 0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * (step - 9) / 90)) for step in (10, 55, 99)}
 LINEAR = {step: 2 - 1.8 * (step - 9) / 90 for step in (10, 55, 99)}

@@ -37,7 +37,7 @@ def _cells() -> tuple[torch.Tensor, torch.Tensor]:
     return z, (5 + 0.1 * z[:, 0] + 0.05 * z[:, 3] + 0.1 * noise).exp().round().long()
 
 
-def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
+def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     config = check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective")
     objective = SimpleNamespace(config=config, leaves=dict)
     model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None, objective=objective)
@@ -52,9 +52,9 @@ def _figures(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     return monitor.line(mesh)  # type: ignore[arg-type]
 
 
-def test_figures_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     z, counts = _cells()
-    line = _figures(z, counts)
+    line = _metrics(z, counts)
     values = np.linalg.eigvalsh(np.cov(z.double().numpy().T, bias=True))
     share = values / values.sum()
     assert line["effective_rank"] == pytest.approx(np.exp(-(share * np.log(share)).sum()))
@@ -65,6 +65,8 @@ def test_figures_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[st
     assert line["depth_r2"] == pytest.approx(1 - (1 - r2) * (N - 1) / (N - WIDTH - 1))
     assert 0.3 < line["depth_r2"] < 0.95
     assert not capsys.readouterr().out
+    assert set(_metrics(z[:9], counts)) == {"effective_rank"}
+    assert _metrics(z[:1], counts) == {}, "metrics of a single cell"
 
 
 def test_a_collapsed_embedding_is_warned_of_in_one_line(
@@ -72,7 +74,7 @@ def test_a_collapsed_embedding_is_warned_of_in_one_line(
 ) -> None:
     monkeypatch.setattr("cellmill.train.validation.dist.get_rank", lambda: 0)
     z, counts = _cells()
-    line = _figures(z[:, :1] * torch.ones(WIDTH) + 1e-3 * z, counts)
+    line = _metrics(z[:, :1] * torch.ones(WIDTH) + 1e-3 * z, counts)
     assert line["effective_rank"] < 1.1
     assert capsys.readouterr().out == (
         f"warning: the embedding of validation cells has effective rank {line['effective_rank']:.2f}: it has "
@@ -80,29 +82,23 @@ def test_a_collapsed_embedding_is_warned_of_in_one_line(
     )
 
 
-def test_few_cells_have_no_figures() -> None:
-    z, counts = _cells()
-    assert _figures(z[:1], counts) == {}
-    assert set(_figures(z[:9], counts)) == {"effective_rank"}
+ADVERSARY = {"batch_column": "dataset", "batch_adversary": 1.0}
+FOR_CELLS = "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "more", "said"),
     [
-        ({"name": "masked_value"}, "lower train.lr, or choose objective cell_decoding"),
-        ({"name": "cell_decoding"}, "lower train.lr"),
-        (
-            {"name": "cell_decoding", "batch_column": "dataset", "batch_adversary": 1.0},
-            "lower objective.batch_adversary_scale, or train.lr",
-        ),
-        (
-            {"name": "next_gene"},
-            "objective next_gene is for generating cells; for embeddings choose family encoder or profile",
-        ),
+        ("masked_value", {}, "lower train.lr, or choose objective cell_decoding"),
+        ("cell_decoding", {}, "lower train.lr"),
+        ("cell_decoding", ADVERSARY, "lower objective.batch_adversary_scale, or train.lr"),
+        ("next_gene", {}, FOR_CELLS),
     ],
 )
-def test_what_to_change_after_a_collapse_depends_on_the_objective(objective: dict[str, Any], said: str) -> None:
-    assert advice(check_options(ObjectiveConfig, objective, "objective")) == said
+def test_what_to_change_after_a_collapse_depends_on_the_objective(
+    objective: str, more: dict[str, Any], said: str
+) -> None:
+    assert advice(check_options(ObjectiveConfig, {"name": objective} | more, "objective")) == said
 
 
 CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
@@ -110,12 +106,7 @@ CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
     ({"early_stop_patience": 2}, [5, 4, 4, 3, 3.5, 3, 1], [1, 2, 4, 7], 6),
     ({"early_stop_patience": 2, "best_mode": "max"}, [1, 2, 1.5, 3, 3, 2, 9], [1, 2, 4, 7], 6),
     # slow progress is the best each time, and no improvement until it adds up to more than 0.5
-    (
-        {"early_stop_patience": 3, "early_stop_min_delta": 0.5},
-        [3, 2.75, 2.5, 2.25, 2, 1.9, 1.8],
-        [1, 2, 3, 4, 5, 6, 7],
-        7,
-    ),
+    ({"early_stop_patience": 3, "early_stop_min_delta": 0.5}, [3, 2.75, 2.5, 2.25, 2, 1.9, 1.8], [*range(1, 8)], 7),
     ({"best_mode": "max"}, [5, 4, 3, 2, 1], [1], None),
 ]
 
