@@ -173,9 +173,9 @@ def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: b
     return found
 
 
-def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
-    """A training in a pipeline: its curve, schedules that torch made, and each step's micro-batches and tokens."""
-    made, lines = trainer(corpus, options, folder, steps)
+def schedules(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any], int]:
+    """Schedules that torch made in 20 steps of a pipeline, those of each step, and the number that keep buffers."""
+    made, _ = trainer(corpus, options, folder, 20)
     model = made.parallel_model
     assert isinstance(model, PipelineModel)
     new, use = model.new_schedule, model.schedule_of
@@ -186,7 +186,7 @@ def counted(corpus: str, options: dict[str, Any], folder: str, steps: int) -> di
     made.run()
     with_buffers = sum(next(kept.received(), None) is not None for kept in model.schedules.values())
     made.close()
-    return {"curve": losses_and_norms(lines), "built": built, "used": used, "with_buffers": with_buffers}
+    return built, used, with_buffers
 
 
 def newest(folder: str) -> tuple[int, list[str]]:

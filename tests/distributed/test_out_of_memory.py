@@ -3,9 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,44 +19,27 @@ from tests.distributed.conftest import options
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
 
 
-@pytest.fixture
-def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes run.json of a run of four processes, in `tmp_path`."""
+def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the_run(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    line = str(error_line(MemoryError(), tmp_path))
+    general = "lower train.token_budget, or set parallel.activation_checkpointing to full"
+    assert line.endswith(f"out of memory (MemoryError); {general}"), "a run without a plan"
 
-    def written(**parallel: Any) -> Path:
+    def planned(**parallel: str) -> str:
         parsed = TrainOptions.model_validate(options(parallel))
         record = {"options": parsed.model_dump(mode="json"), "manifest": f"{corpus}/shards/manifest.json"}
         (tmp_path / "run.json").write_text(json.dumps(record))
-        return tmp_path / "run.json"
+        return advice(tmp_path / "run.json", 4, 2)
 
-    return written
-
-
-def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the_run(
-    run: Callable[..., Path], tmp_path: Path
-) -> None:
-    plan = run()
-    line = error_line(torch.OutOfMemoryError(CUDA), tmp_path)
-    assert line is not None
-    who, _, rest = line.partition("; ")
-    assert who == f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
-    assert rest == advice(plan, 4, 2)
-    assert " per process, most of it activations (activations " in rest
-    assert rest.endswith("): set parallel.activation_checkpointing to full")
-    after = advice(run(activation_checkpointing="full"), 4, 2)
-    assert after.endswith("): lower train.token_budget to 128")
-
-
-def test_without_a_plan_the_message_has_a_general_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as torchrun sets them
-        monkeypatch.setenv(variable, "1")
-    line = error_line(MemoryError(), tmp_path)
-    assert line is not None
-    assert line.endswith(
-        "out of memory (MemoryError); lower train.token_budget, or set parallel.activation_checkpointing to full"
-    )
+    line = planned()
+    assert " per process, most of it activations (activations " in line
+    assert line.endswith("): set parallel.activation_checkpointing to full")
+    who = f"rank 3 on {os.uname().nodename}: out of memory ({CUDA[:120].rstrip('.')})"
+    assert error_line(torch.OutOfMemoryError(CUDA), tmp_path) == f"{who}; {line}"
+    assert planned(activation_checkpointing="full").endswith("): lower train.token_budget to 128")
 
 
 def test_a_failed_collective_is_named_with_its_rank_and_the_network(
