@@ -303,9 +303,11 @@ def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
 
 def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
     """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
-    totals: dict[tuple[Kind, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for kind, axis, payload, calls in _sent(model, rank, tokens, micro_batches):
-        totals[kind, axis] = (totals[kind, axis][0] + payload, totals[kind, axis][1] + calls)
+    payloads: dict[tuple[Kind, str], float] = defaultdict(float)
+    calls: dict[tuple[Kind, str], float] = defaultdict(float)
+    for kind, axis, payload, times in _sent(model, rank, tokens, micro_batches):
+        payloads[kind, axis] += payload
+        calls[kind, axis] += times
     sizes = model.layout
     # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
     axes = {
@@ -314,12 +316,13 @@ def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: flo
         "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
         "pp": (sizes.pp, sizes.tp * sizes.dp),
     }
-    return [
-        Traffic(kind, axis, processes, min(processes, max(1, model.local_world // distance)), payload, calls)
-        for (kind, axis), (payload, calls) in totals.items()
-        for processes, distance in [axes[axis]]
-        if payload and processes > 1
-    ]
+    traffic = []
+    for (kind, axis), payload in payloads.items():
+        processes, distance = axes[axis]
+        if payload and processes > 1:
+            in_a_node = min(processes, max(1, model.local_world // distance))
+            traffic.append(Traffic(kind, axis, processes, in_a_node, payload, calls[kind, axis]))
+    return traffic
 
 
 def _sent(

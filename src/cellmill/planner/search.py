@@ -161,10 +161,7 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
     examples: dict[str, str] = {}
     for parallel in layouts(options, hardware):
         try:
-            lanes, dp = options.stream.lanes, hardware.layout(parallel).dp
-            # raised to a number that all ranks can share, if the batch can be divided by it
-            shared = (n for n in (lanes, math.lcm(lanes, dp), dp) if n % dp == 0 == options.train.global_batch % n)
-            stream = options.stream.model_copy(update={"lanes": next(shared, lanes)})
+            stream = options.stream.model_copy(update={"lanes": _lanes(options, hardware.layout(parallel).dp)})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device, known)
             check_nodes(changed, range(hardware.nodes, hardware.nodes + 1), hardware.nproc_per_node, cells.n)
@@ -178,6 +175,15 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
         else:
             fitting.append(cost(changed, cells, hardware, known, memory))
     return Suggestions(sorted(fitting, key=_rank), too_large, refused)
+
+
+def _lanes(options: PlanOptions, dp: int) -> int:
+    """Lanes that `dp` ranks can share, if the batch can be divided by their number; otherwise those of the options."""
+    lanes = options.stream.lanes
+    for number in (lanes, math.lcm(lanes, dp), dp):
+        if number % dp == 0 and options.train.global_batch % number == 0:
+            return number
+    return lanes
 
 
 def _rank(found: Cost) -> tuple[float, ...]:

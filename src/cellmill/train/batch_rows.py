@@ -41,19 +41,18 @@ def with_shares(
         if last is not None:
             last.kept_rows = None
     assert last is None or len(kept) == len(prepared), f"{type(last).__name__}.finish keeps no rows for its objective"
-    tables = []
-    for at, width in enumerate(objective.row_widths):
+    tables, first = [], mesh.dp_rank * slots
+    for index, width in enumerate(objective.row_widths):
         table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
         if kept:
-            rows = torch.cat([of_batch[at] for of_batch in kept])
+            rows = torch.cat([rows[index] for rows in kept])
             assert len(rows) <= slots, f"{len(rows)} rows for {slots} cells"
             # the last pipeline stage alone has rows, and `Mesh.sum` divides by the number of stages
-            table[mesh.dp_rank * slots :][: len(rows)] = rows.float() * mesh.pp.size()
+            table[first : first + len(rows)] = rows.float() * mesh.pp.size()
         tables.append(mesh.sum(table))
     if not kept:
         return prepared  # not the last pipeline stage, which alone computes the loss
-    shares = shares_of(objective, tables, kept, mesh.dp_rank * slots)
-    return [replace(batch, shares=own) for batch, own in zip(prepared, shares)]
+    return [replace(batch, shares=own) for batch, own in zip(prepared, shares_of(objective, tables, kept, first))]
 
 
 def shares_of(
@@ -64,10 +63,10 @@ def shares_of(
         known = [table.detach().requires_grad_() for table in tables]
         losses = objective.loss_of_rows(*known)
         gradients = torch.autograd.grad(torch.stack([loss.double() for loss in losses]).sum(), known)
-    parts = []
-    for at, (table, loss, gradient) in enumerate(zip(tables, losses, gradients)):
+    by_table = []
+    for index, (table, loss, gradient) in enumerate(zip(tables, losses, gradients)):
         per_row = loss.detach() / (table[:, 0] != 0).sum().clamp(min=1)
-        sizes = [len(rows[at]) for rows in kept]
-        own = gradient[first : first + sum(sizes)].split(sizes)
-        parts.append([RowShare(per_row * len(part), part) for part in own])
-    return list(zip(*parts))
+        sizes = [len(rows[index]) for rows in kept]
+        parts = gradient[first : first + sum(sizes)].split(sizes)
+        by_table.append([RowShare(per_row * len(part), part) for part in parts])
+    return list(zip(*by_table))

@@ -82,24 +82,25 @@ class _Shared:
         """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
         if self.group is None:
             return [orthogonalised(shard) for shard in shards]
-        ranks, own = dist.get_world_size(self.group), dist.get_rank(self.group)
-        mine = [index for index, owner in enumerate(self.owner) if owner == own]
-        theirs = sorted(range(len(shards)), key=self.owner.__getitem__)  # by owner: the order of what is sent
-        sent = [sum(shards[i].numel() for i in theirs if self.owner[i] == rank) for rank in range(ranks)]
-        order = [(rank, i) for rank in range(ranks) for i in mine]
-        numel = {(rank, i): (b - a) * (d - c) for rank, i in order for a, b, c, d in [self.blocks[i][rank]]}
-        kept = [sum(numel[rank, i] for i in mine) for rank in range(ranks)]
+        every, own = range(dist.get_world_size(self.group)), dist.get_rank(self.group)
+        of_owner = [[i for i, owner in enumerate(self.owner) if owner == rank] for rank in every]
+        theirs = [i for owned in of_owner for i in owned]  # the order of what is sent
+        whole = {i: shards[0].new_empty(self.matrices[i].shape) for i in of_owner[own]}
+        # what each rank has of the matrices that this one owns, in the order in which it arrives
+        views = [[_cut(whole[i], self.blocks[i][rank]) for i in whole] for rank in every]
+        sent = [sum(shards[i].numel() for i in owned) for owned in of_owner]
+        kept = [sum(view.numel() for view in of_rank) for of_rank in views]
         packed = torch.cat([shards[i].flatten() for i in theirs])
         gathered = packed.new_empty(sum(kept))
         dist.all_to_all_single(gathered, packed, kept, sent, group=self.group)
-        whole = {i: packed.new_empty(self.matrices[i].shape) for i in mine}
-        for (rank, i), part in zip(order, gathered.split(list(numel.values()))):
-            view = _cut(whole[i], self.blocks[i][rank])
+        arrived = [view for of_rank in views for view in of_rank]
+        for view, part in zip(arrived, gathered.split([view.numel() for view in arrived])):
             view.copy_(part.view_as(view))
-        whole = {i: orthogonalised(matrix) for i, matrix in whole.items()}
-        cut = [_cut(whole[i], self.blocks[i][rank]).flatten() for rank, i in order]
+        for matrix in whole.values():
+            matrix.copy_(orthogonalised(matrix))
         updates = torch.empty_like(packed)
-        dist.all_to_all_single(updates, torch.cat([gathered.new_empty(0), *cut]), sent, kept, group=self.group)
+        cut = torch.cat([gathered.new_empty(0), *(view.flatten() for view in arrived)])
+        dist.all_to_all_single(updates, cut, sent, kept, group=self.group)
         returned = dict(zip(theirs, updates.split([shards[i].numel() for i in theirs])))
         return [returned[i].view_as(shard) for i, shard in enumerate(shards)]
 

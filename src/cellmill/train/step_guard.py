@@ -71,14 +71,17 @@ def name_cells(mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.n
         more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
         return f"rank {rank} had {', '.join(names(np.array(cells[:SHOWN]))) + more if cells else 'no cells'}"
 
-    # model-parallel peers read the same cells: the first of them speaks
-    every = dict(enumerate(gather_json([mesh.dp_rank, finite, cells], mesh.device)))
-    bad = {dp_rank for dp_rank, was_finite, _ in every.values() if not was_finite}
-    first = {dp_rank: rank for rank, (dp_rank, _, _) in reversed(every.items())}
-    named = {rank: every[rank][2] for dp_rank, rank in first.items() if not bad or dp_rank in bad}
+    every = gather_json([mesh.dp_rank, finite, cells], mesh.device)
+    bad = {dp_rank for dp_rank, was_finite, _ in every if not was_finite}
+    named, seen = dict[int, list[int]](), set[int]()
+    for rank, (dp_rank, _, read) in enumerate(every):
+        # model-parallel peers read the same cells: the first of them speaks
+        if dp_rank not in seen and (dp_rank in bad or not bad):
+            named[rank] = read
+        seen.add(dp_rank)
     if (rank := dist.get_rank()) in named:
         print(f"rank {rank} had the cells {', '.join(names(np.array(cells)))}", flush=True)
-    return "; ".join(described(rank, cells) for rank, cells in sorted(named.items()))
+    return "; ".join(described(rank, read) for rank, read in named.items())
 
 
 class AsyncScalars:
