@@ -1,7 +1,6 @@
 """`cellmill train` as a user runs it: real torchrun, real processes to signal and to kill."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -63,10 +62,9 @@ class Run:
         self.corpus, self.out = corpus, out
 
     def train(self, options: dict[str, Any], *more: str, code: int = 0, **machine: Any) -> tuple[str, str]:
-        """What a training that ends with `code` prints to stdout and stderr; variables may be given as `env`."""
-        given = {name: machine.pop(name) for name in ("env", "preexec_fn") if name in machine}
+        """What a training that ends with `code` prints to stdout and stderr."""
         command = [*words(self.corpus, self.out, options, **ALONE | machine), *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, **given)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout, done.stderr
 
@@ -95,26 +93,15 @@ class Run:
 
     def none_left(self) -> None:
         """Wait until no agent and no worker is alive."""
-        wait_for(lambda: not self._pids("cellmill.train.worker"))
-
-    def _pids(self, module: str) -> list[int]:
-        return pids_with(module, str(self.out))
-
-    def worker_pids(self, but: int = 0) -> list[int]:
-        agents = self._pids("cellmill.launch.agent")
-        return [pid for pid in self._pids("cellmill.train.worker") if pid not in [*agents, but]]
+        wait_for(lambda: not pids_with("cellmill.train.worker", str(self.out)))
 
     def workers(self) -> list[psutil.Process]:
-        return [psutil.Process(pid) for pid in self.worker_pids()]
+        agents = pids_with("cellmill.launch.agent", str(self.out))
+        pids = pids_with("cellmill.train.worker", str(self.out))
+        return [psutil.Process(pid) for pid in pids if pid not in agents]
 
     def worker(self, rank: int = 0) -> psutil.Process:
         return next(process for process in self.workers() if process.environ().get("RANK") == str(rank))
-
-    def kill_worker(self, but: int = 0) -> int:
-        """Kill a worker other than `but` as soon as there is one; return its pid."""
-        pid: int = wait_for(lambda: self.worker_pids(but))[0]
-        os.kill(pid, signal.SIGKILL)
-        return pid
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run."""

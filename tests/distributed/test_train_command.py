@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cellmill.cli import main
 from cellmill.files import sha256_file
 from tests.distributed.command import Run, wait_for
 from tests.distributed.conftest import options
@@ -117,10 +115,10 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
     given = options(train={"steps": 300, "checkpoint_every_steps": 10, "val_every_steps": 50})
     whole.train(given, nodes=2)
     run.start(given, until=15, nodes=2, max_restarts=2)
-    run.kill_worker()
+    run.worker().kill()
     wait_for(lambda: run.log.count("going on from step") == 1)
     run.wait_for_step(60)
-    run.workers()[0].parent().kill()
+    run.worker().parent().kill()
     wait_for(lambda: run.log.count("going on from step") == 2)
     run.wait_for_step(100)
     run.process.kill()
@@ -131,27 +129,6 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
     run.train(given, nodes=2)
     assert run.losses == whole.losses
     assert run.read("status.json")["best_val_loss"] == whole.read("status.json")["best_val_loss"]
-
-
-@pytest.mark.full
-def test_processes_lost_twice_from_the_same_step_are_not_restarted(run: Run) -> None:
-    run.start(options(train=ENDLESS), until=3, max_restarts=5)
-    run.kill_worker(but=run.kill_worker())
-    log = run.end(2)
-    assert "a process was lost again without a new checkpoint after step 0: not started again\n" in log
-    assert log.count("starting all again") == 1
-
-
-@pytest.mark.full
-def test_after_losing_one_of_two_agents_the_other_continues_alone(run: Run, whole: Run) -> None:
-    given = options(train={"steps": 60, "checkpoint_every_steps": 10})
-    whole.train(given)
-    run.start(given, until=25, nodes=2)
-    run.worker(1).parent().kill()
-    run.end(2)
-    assert re.search(r"^going on from step [1-9]\d*0$", run.train(given)[0], re.M)
-    assert run.read("status.json")["world_size"] == 1
-    assert run.losses == pytest.approx(whole.losses, abs=1e-4)
 
 
 SIGNALS: list[tuple[str, bool, dict[str, Any]]] = [
@@ -231,23 +208,6 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(run: Run) -> None:
     run.none_left()
 
 
-@pytest.mark.full
-def test_a_process_that_runs_out_of_memory_reports_its_plan(run: Run) -> None:
-    # two matrices of over 160 GB, with a limit of 32 GB a process
-    vast, limit = options(model={"hidden": 200_000, "layers": 1}, train={"steps": 2}), 32 << 30
-    out, error = run.train(
-        vast, max_restarts=2, code=2, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    )
-    assert re.fullmatch(
-        rf"cellmill train: rank 0 on {os.uname().nodename}: out of memory \(.*allocate.*\); the plan was [\d.]+ TB "
-        r"per process, most of it optimizer \(optimizer [\d.]+ TB, .*parameters [\d.]+ TB, .*\): (use|set) .+ "
-        r"\(the profile\).*",
-        error.splitlines()[-1],
-    ), error
-    assert "starting all again" not in out
-    run.none_left()
-
-
 def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) -> None:
     shard, run = next((copied / "shards").glob("train*.h5ad")), Run(copied, tmp_path / "train")
     content = bytearray(shard.read_bytes())
@@ -271,11 +231,3 @@ def test_a_layout_and_a_vocabulary_that_do_not_fit_are_refused_before_any_proces
     expected = rf"cellmill train: {path}: its digest is \w{{12}}, the shards were made with \w{{12}}; .+\n"
     assert re.fullmatch(expected, error)
     assert not (run.out / "run.json").exists()
-
-
-@pytest.mark.full
-def test_a_run_starts_from_the_weights_of_a_model(run: Run, one: Run, tmp_path: Path) -> None:
-    words = ["--train", str(one.out), "--out", str(tmp_path / "m"), "--vocabulary", f"{one.corpus}/vocabulary.tsv"]
-    assert main(["consolidate", "--options", '{"consolidate": {}}', *words]) == 0
-    run.train(TWO_STEPS, "--init-from", str(tmp_path / "m"))
-    assert run.losses[1] < 0.9 * one.losses[1], "the first loss is that of fresh weights"

@@ -72,7 +72,7 @@ ELSEWHERE = {
     "distributed/test_bad_steps.py": "train.max_bad_steps",
     "distributed/test_branches.py": "train.keep_steps",
     "distributed/test_compile.py": "parallel.compile",
-    "distributed/test_early_end.py": "train.best_metric",
+    "distributed/test_early_end.py": "train.best_metric consolidate.checkpoint",
     "distributed/test_first_weights.py": "finetune.new_genes",
     "distributed/test_methods.py": (
         "finetune.trunk_lr_frac finetune.layer_decay finetune.head_steps finetune.block_steps "
@@ -83,7 +83,7 @@ ELSEWHERE = {
         "predict.min_accuracy"
     ),
     "distributed/test_profile.py": "train.profile_steps",
-    "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s consolidate.checkpoint",
+    "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s",
     "unit/test_autoregressive.py": "objective.value_loss_weight",
     "unit/test_batch_terms.py": "objective.batch_column objective.batch_adversary objective.batch_adversary_scale",
     "unit/test_cell_decoding.py": "objective.weights objective.decoder_hidden objective.likelihood",
