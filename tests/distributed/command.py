@@ -1,6 +1,7 @@
 """`cellmill train` as a user runs it: real torchrun, real processes to signal and to kill."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,11 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         wait_for(lambda: last_step(self.out) >= step or self.process.poll() is not None, lambda: self.log, WITHIN_S)
         assert last_step(self.out) >= step, f"ended before step {step}:\n{self.log}"
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until the processes have started for this time: the curve then has no later step of an earlier time."""
+        began = re.compile(r"^(starting at|going on from) step \d+$", re.M)
+        wait_for(lambda: len(began.findall(self.log)) >= number, lambda: self.log, WITHIN_S)
 
     def end(self, code: int) -> str:
         """The log of the training once it has ended with `code` and left no process."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cellmill.files import sha256_file
-from tests.distributed.command import Run, wait_for
+from tests.distributed.command import Run
 from tests.distributed.conftest import options
 
 STEPS = 20
@@ -66,7 +66,7 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     whole.train(of(110), nproc_per_node=2)
     run.start(of(100, **staged), until=12, nproc_per_node=2, max_restarts=1)
     run.worker(1).kill()
-    wait_for(lambda: "going on from step" in run.log)  # before that, the curve may have later steps of the first life
+    run.wait_for_start(2)
     run.wait_for_step(22)
     run.process.send_signal(signal.SIGTERM)
     log, step = run.end(75), run.read("state.json")["step"]
@@ -116,14 +116,15 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
     whole.train(given, nodes=2)
     run.start(given, until=15, nodes=2, max_restarts=2)
     run.worker().kill()
-    wait_for(lambda: run.log.count("going on from step") == 1)
+    run.wait_for_start(2)
     run.wait_for_step(60)
     run.worker().parent().kill()
-    wait_for(lambda: run.log.count("going on from step") == 2)
+    run.wait_for_start(3)
     run.wait_for_step(100)
     run.process.kill()
     run.end(-signal.SIGKILL)
     assert not (run.out / "status.json").exists()
+    assert len(re.findall(r"going on from step [1-9]\d*0\n", run.log)) == 2
     assert "starting all again from the last checkpoint, restart 1 of 2\n" in run.log
     assert "a process was lost (its agent ended with signal 9): starting all again" in run.log
     run.train(given, nodes=2)
