@@ -2,20 +2,20 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from small_corpus import write_corpus
+from small_corpus import stream_of, write_corpus
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import Hardware, amount
@@ -68,24 +68,10 @@ def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
     return str(error.value)
 
 
-def _stream(corpus: Manifest, options: PlanOptions, rank: int = 0, world: int = 1) -> CellStream:
-    return CellStream(
-        corpus.path,
-        "train",
-        options.tokens,
-        options.stream,
-        global_batch=options.train.global_batch,
-        token_budget=options.train.token_budget,
-        rank=rank,
-        world=world,
-        seed=0,
-        shuffle=False,
-    )
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_steps_tokens_and_micro_batches_are_those_of_the_stream(corpus: Manifest, tmp_path: Path, world: int) -> None:
-    streams = [_stream(corpus, _options(), rank, world) for rank in range(world)]
+    given: dict[str, Any] = {"tokens": _options().tokens, "token_budget": 64, "shuffle": False}
+    streams = [stream_of(corpus, rank, world, SECTIONS["stream"], **given) for rank in range(world)]
     steps = [list(stream) for stream in streams]
     tokens = sum(len(batch.genes) for of_rank in steps for step in of_rank for batch in step)
     planned = _plan(corpus, tmp_path, nproc=world, train={"steps": None, "epochs": 3})
@@ -356,74 +342,70 @@ def test_lanes_are_raised_to_a_number_that_all_ranks_can_share() -> None:
     assert yaml.safe_load(sections(best, options))["stream"] == {"lanes": 64}
 
 
-def test_layouts_are_suggested_without_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--options", json.dumps(LARGE), "--suggest", "--nodes", "128", "--nproc-per-node", "8"]
-    assert main([*words, "--device", "a100", "--cells", "5000"]) == 0
-    out = capsys.readouterr().out
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """What `cellmill plan` of LARGE prints to stdout and stderr."""
+
+    def of(words: str, code: int = 0, **changes: dict[str, Any]) -> tuple[str, str]:
+        sections = {name: section | changes.get(name, {}) for name, section in LARGE.items()}
+        assert main(["plan", "--options", json.dumps(sections), *words.split()]) == code
+        return capsys.readouterr()
+
+    return of
+
+
+def test_runs_and_layouts_are_planned_without_a_corpus(printed: Callable[..., tuple[str, str]]) -> None:
+    out, _ = printed("--suggest --nodes 128 --nproc-per-node 8 --device a100 --cells 5000")
     assert out.startswith(
         "no --manifest given; assuming 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 validation cells\n\n"
     )
     assert "# the best layout, for config.yaml\nparallel:\n  strategy: " in out
-
-
-def test_a_run_is_planned_without_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
-    train = LARGE["train"] | {"global_batch": 1536, "val_cells": 1000}
-    sections = json.dumps(LARGE | {"train": train, "stream": {"lanes": 96}})
     # a range of nodes, as in an elastic profile, is planned for the fewest
-    words = ["plan", "--options", sections, "--nodes", "2-4", "--nproc-per-node", "4", "--cells", "5e7"]
+    machine, train = "--nodes 2-4 --nproc-per-node 4 --cells 5e7", {"global_batch": 1536, "val_cells": 1000}
     with pytest.raises(SystemExit):
-        main([*words, "--genes", "0"])
-    assert main([*words, "--device", "H100"]) == 0
-    out = capsys.readouterr().out
+        printed(f"{machine} --genes 0")
+    out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
     assert "cells       50,000,000 for training, 2,048 tokens each" in out
     assert "processes   8 x h100" in out
     assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
 
 
 def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    printed: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
-    words = ["plan", "--options", json.dumps(LARGE), "--device", "h100", "--cells", "5000", "--nproc-per-node", "4"]
-    out = tmp_path / "plan.json"
-    assert main([*words, "--mem-mb", "0", "--out", str(out)]) == 0
+    words, out = "--device h100 --cells 5000 --nproc-per-node 4 --mem-mb", tmp_path / "plan.json"
+    printed(f"{words} 0 --out {out}")
     pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
-    assert main([*words, "--mem-mb", str(pinned // 2**20 + 1)]) == 0
-    capsys.readouterr()
-    assert main([*words, "--mem-mb", str(pinned // 2**20)]) == 2
-    assert capsys.readouterr().err == (
+    printed(f"{words} {pinned // 2**20 + 1}")
+    assert printed(f"{words} {pinned // 2**20}", code=2)[1] == (
         f"cellmill plan: the 4 processes of a node pin {amount(pinned)} of host memory for checkpoints and "
         f"cpu_offload, but mem_mb is {pinned // 2**20}; raise it for train in the profile (0 is all of a node), or "
         "use more nodes\n"
     )
 
 
-def test_validation_time_is_counted_and_a_large_share_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--options", json.dumps(LARGE), "--device", "h100", "--cells", "50000000"]) == 0
+def test_validation_time_is_counted_and_a_large_share_gets_a_hint(printed: Callable[..., tuple[str, str]]) -> None:
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
     seen = 489 * 6_250_000 / 3
     share = seen / (seen + 50_000_000)
     assert (
         f"validation  489 times 6,250,000 cells, {share:.0%} of the hours: lower train.val_cells or raise "
         "train.val_every_steps\n"
-    ) in capsys.readouterr().out
+    ) in printed("--device h100 --cells 50000000")[0]
 
 
-def test_a_device_without_bfloat16_is_refused_with_the_alternative(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--options", json.dumps(LARGE), "--device", "v100"]
-    assert main(words) == 2
+def test_a_device_without_bfloat16_is_refused_with_the_alternative(printed: Callable[..., tuple[str, str]]) -> None:
     line = "parallel.precision bf16-mixed: a v100 has no bfloat16; set it to 16-mixed\n"
-    assert capsys.readouterr().err == f"cellmill plan: {line}"
-    assert main([*words, "--suggest", "--nproc-per-node", "4"]) == 2
-    captured = capsys.readouterr()
-    assert f"refused: {line}" in captured.out
-    assert captured.err == "cellmill plan: no layout fits, for the reasons above\n"
+    assert printed("--device v100", code=2)[1] == f"cellmill plan: {line}"
+    out, error = printed("--device v100 --suggest --nproc-per-node 4", code=2)
+    assert f"refused: {line}" in out
+    assert error == "cellmill plan: no layout fits, for the reasons above\n"
 
 
 def test_compile_and_offload_of_the_configuration_stay() -> None:
-    suggestions, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
-    assert {(each.options.parallel.compile, each.options.parallel.cpu_offload) for each in suggestions.fitting} == {
-        (True, "optimizer")
-    }
-    assert "selective" not in {each.options.parallel.activation_checkpointing for each in suggestions.fitting}
-    plain, _ = _suggest()
-    assert {each.options.parallel.activation_checkpointing for each in plain.fitting} == {None, "selective", "full"}
+    found, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
+    suggested = [each.options.parallel for each in found.fitting]
+    assert {(each.compile, each.cpu_offload) for each in suggested} == {(True, "optimizer")}
+    assert {each.activation_checkpointing for each in suggested} == {None, "full"}
+    plain = [each.options.parallel for each in _suggest()[0].fitting]
+    assert {each.activation_checkpointing for each in plain} == {None, "selective", "full"}

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_corpus import random_counts, write_corpus
+from small_corpus import random_counts, stream_of, write_corpus
 
 from cellmill.cli import main
 from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
-from cellmill.data.stream.cell_stream import CellStream
 from cellmill.planner.cost import NETWORK_FRAC, Network, latency
 from cellmill.planner.memory import Kind, Traffic
 from cellmill.planner.work import SHARD_BYTES, Cells, corpus_cost, count_micro_batches, detected_genes, measure_work
@@ -52,10 +51,8 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     detected, least = detected_genes(manifest), min_microbatches(options.parallel)
     padded, in_order = 0, np.zeros((4, 2, 50), np.int64)  # steps, ranks, cells
     for rank in range(2):
-        stream = CellStream(
-            manifest.path, "train", options.tokens, options.stream, global_batch=100, token_budget=budget, seed=0,
-            rank=rank, world=2, min_microbatches=least, microbatch_multiple=2,
-        )  # fmt: skip
+        sizes = {"global_batch": 100, "token_budget": budget, "min_microbatches": least, "microbatch_multiple": 2}
+        stream = stream_of(manifest, rank, 2, tokens=options.tokens, stream=options.stream, **sizes)
         for number, step in enumerate(islice(stream, 4)):
             padded += len(step) * pipeline_tokens(max(len(batch.genes) for batch in step), tp)
             in_order[number, rank] = np.concatenate([np.diff(batch.cu_seqlens) for batch in step])
