@@ -26,8 +26,6 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Hardware:
-    """Processes of a run and their devices."""
-
     nodes: int
     nproc_per_node: int
     device: str

@@ -30,8 +30,6 @@ from cellmill.planner.size import FLOAT32, ModelSize, measure
 
 
 class Counts(NamedTuple):
-    """Numbers of parameters and parts in all pipeline stages of a rank."""
-
     blocks: int
     first: int  # 1 with the part before the blocks
     last: int  # 1 with the part after the blocks

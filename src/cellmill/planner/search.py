@@ -146,8 +146,6 @@ SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less e
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Result of a search."""
-
     fitting: list[Cost]  # the best first
     too_large: list[int]  # bytes of the layouts that do not fit
     refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them

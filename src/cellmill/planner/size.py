@@ -262,7 +262,6 @@ def _parts(model: Model) -> dict[str, list[int]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -286,8 +285,6 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
 
 @dataclass
 class Allocation:
-    """One storage: its size, and when it was allocated and freed."""
-
     key: int
     n_bytes: int
     born: int
@@ -335,7 +332,6 @@ class OperationMeter(TorchDispatchMode):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Count the operations of the enclosed code."""
         self.time += 1
         window = Window(self.allocations, start=self.time)
         self._windows.append(window)

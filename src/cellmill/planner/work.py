@@ -29,8 +29,6 @@ SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and t
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Training cells of a corpus."""
-
     lengths: np.ndarray  # (cells,) int64: tokens of each cell, in the order of the shards
     n_genes: int  # genes of the vocabulary
     validation: int = 0  # number of validation cells
@@ -39,7 +37,6 @@ class Cells:
 
     @property
     def n(self) -> int:
-        """Cells per epoch."""
         return len(self.lengths) if self.number is None else self.number
 
     @cached_property
@@ -54,8 +51,6 @@ class Cells:
 
 @dataclass(frozen=True)
 class Work:
-    """Amount of work in a run and in its steps."""
-
     steps: int
     steps_per_epoch: int
     cells_per_step: int

@@ -48,7 +48,6 @@ INDEX = "index.json"
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:
-    """Write the index of the tensors in `metadata` beside DCP's own."""
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for name, of in metadata.state_dict_metadata.items():

@@ -135,8 +135,6 @@ STORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Position:
-    """Position of one rank."""
-
     passed: int  # number of positions passed
     what: str
     tick: int  # of its thread: it stands still while the process is stopped or its node is lost

@@ -100,7 +100,7 @@ class Trainer:
     """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
     `model` is what this rank holds, after `materialize`; `spec` and `flops` are of the whole model. `streams` have the
-    training and the validation cells, `batch_column` the batches of the latter. `saved_with` is in every checkpoint.
+    training and the validation cells, and the obs column of the latter's batches. `saved_with` is in every checkpoint.
     """
 
     def __init__(
@@ -111,17 +111,16 @@ class Trainer:
         model: Model | PipelineStages,
         spec: ModelSpec,
         flops: Flops,
-        streams: tuple[CellStream, CellStream | None],
+        streams: tuple[CellStream, CellStream | None, str | None],
         saved_with: dict[str, Any],
-        batch_column: str | None,
         stop: StopFlag,
         watch: HangWatch,
     ) -> None:
         train, device, method = options.train, mesh.device, load_method(options.finetune)
         check_best_metric(model.objective, train.best_metric)
         self.train, self.folder, self.mesh, self.device, self.model = train, folder, mesh, device, model
-        self.flops, self.batch_column, self.stop, self.watch = flops, batch_column, stop, watch
-        self.train_stream, self.val_stream = streams
+        self.flops, self.stop, self.watch = flops, stop, watch
+        self.train_stream, self.val_stream, self.batch_column = streams
         self.steps = train.total_steps(self.train_stream.steps_per_epoch)
         self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
         self.saved_with |= {"levels": spec.levels} if spec.levels else {}

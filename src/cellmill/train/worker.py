@@ -120,7 +120,6 @@ def build_trainer(
             "init_from": record["init_from"],
             "supervised_by": record.get("supervised_by", []),
         },
-        batch_column(options, manifest),
         stop,
         watch,
     )
@@ -182,8 +181,9 @@ def build_model(
 
 def build_streams(
     options: TrainOptions, manifest: Manifest, mesh: Mesh, copies: LocalCopies | None = None, teacher: str | None = None
-) -> tuple[CellStream, CellStream | None]:
-    """Return the endless stream of training cells, and the one of validation cells, None if there are none."""
+) -> tuple[CellStream, CellStream | None, str | None]:
+    """Return the endless stream of training cells, the one of validation cells, None if there are none, and the obs
+    column of their batches."""
     shared: dict[str, Any] = {
         "tokens": options.tokens,
         "stream": options.stream,
@@ -202,12 +202,13 @@ def build_streams(
     columns = options.obs_columns()
     train = CellStream(manifest.path, "train", columns=columns, **shared)
     if manifest.splits["val"].n_obs == 0:
-        return train, None
-    monitored = batch_column(options, manifest)
-    if monitored is not None and monitored not in columns:
-        columns |= {monitored: "validation"}
+        return train, None, None
+    batches = batch_column(options, manifest)
+    if batches is not None:
+        columns = columns | {batches: columns.get(batches, "validation")}  # after those that the model reads
     val_cells = options.train.val_cells
-    return train, CellStream(manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
+    val = CellStream(manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
+    return train, val, batches
 
 
 def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
