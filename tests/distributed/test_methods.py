@@ -51,25 +51,17 @@ def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> di
 
 @pytest.fixture(scope="module")
 def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return {method: tuned(corpus, run(method), str(tmp_path_factory.mktemp("one")), STEPS) for method in METHODS}
+    folders = {method: str(tmp_path_factory.mktemp(method)) for method in METHODS}
+    return {method: cases.trained(corpus, run(method), folder, STEPS) for method, folder in folders.items()}
 
 
-def tuned(*given: Any, **more: Any) -> Found:
-    return with_bytes(cases.trained(*given, **more))
-
-
-def spread(pool: Pool, **given: Any) -> list[Found]:
-    return [with_bytes(found) for found in pool.run("trained", **given)]
-
-
-def with_bytes(found: Found) -> Found:
-    """Parameters before and after a training, by name."""
-    names = {"before": "first", "after": "last"}
-    return found | {key: {k: v.tobytes() for k, v in found[name]} for key, name in names.items()}
+def names(found: Found) -> set[str]:
+    return {name for name, _ in found["first"]}
 
 
 def moved(found: Found) -> set[str]:
-    return {name for name, before in found["before"].items() if found["after"][name] != before}
+    last = dict(found["last"])
+    return {name for name, before in found["first"] if not np.array_equal(last[name], before)}
 
 
 def of_blocks(names: set[str], *blocks: int) -> set[str]:
@@ -104,7 +96,7 @@ def test_heads_and_what_the_method_trains_of_the_trunk_move_at_their_rates_and_n
     references: dict[str, Found], method: str, trunk: set[str], logged: dict[str, float]
 ) -> None:
     found = references[method]
-    every = set(found["before"])
+    every = names(found)
     adapted = {name for name in every if name.startswith(tuple(trunk))}
     assert heads(every)
     assert moved(found) == found["states"] == found["with gradient"] == adapted | heads(every)
@@ -114,7 +106,7 @@ def test_heads_and_what_the_method_trains_of_the_trunk_move_at_their_rates_and_n
 
 def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(references: dict[str, Found]) -> None:
     found = references["gradual"]
-    every = set(found["before"])
+    every = names(found)
     # heads in step 0, block 3 and the norm in 1, block 2 in 2, block 1 in 3; block 0 and embeddings would in 4 and 5
     assert moved(found) == heads(every) | of_blocks(every, 1, 2, 3) | {"norm.weight", "norm.bias"}
     assert found["with gradient"] == every
@@ -134,7 +126,7 @@ def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(referenc
 
 def test_adapters_of_all_linear_layers_do_not_decay(references: dict[str, Found]) -> None:
     found = references["lora"]
-    assert found["before"].keys() >= ADAPTERS
+    assert names(found) >= ADAPTERS
     assert {decay for names, decay, _ in found["groups"] if names & ADAPTERS} == {0.0}
 
 
@@ -143,7 +135,7 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
 ) -> None:
     given = run("lora")
     given["finetune"] |= {"targets": ["qkv", "down"]}
-    found = tuned(corpus, given, str(tmp_path / "train"), STEPS)
+    found = cases.trained(corpus, given, str(tmp_path / "train"), STEPS)
     merged = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
     saved = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
@@ -151,9 +143,9 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
     assert config["peft_type"] == "LORA"
     assert (config["r"], config["lora_alpha"]) == (4, 12)
     assert config["target_modules"] == [f"blocks.{i}.{layer}" for i in range(LAYERS) for layer in ("qkv", "down")]
-    base = {name: np.frombuffer(content, np.float32) for name, content in found["before"].items()}
+    base = dict(found["first"])
     for name, tensor in merged.items():
-        expected = torch.from_numpy(base[name].copy()).reshape(tensor.shape)
+        expected = torch.from_numpy(base[name])
         path = name.removesuffix(".weight")
         if path in config["target_modules"]:
             a, b = tensors.pop(f"{path}.lora_A.weight"), tensors.pop(f"{path}.lora_B.weight")
@@ -176,8 +168,8 @@ def test_an_unknown_target_is_refused(alone: None, corpus: str, tmp_path: Path) 
 def assert_trained_alike(rank: Found, expected: Found, curve: list[list[float]]) -> None:
     """The curve is this one; what the method trains has moved, and all else is as it was, to the bit."""
     np.testing.assert_allclose(np.array(rank["curve"]), np.array(curve), atol=5e-6, rtol=5e-6)
-    assert moved(rank) == moved(expected) & rank["before"].keys()
-    assert rank["with gradient"] == expected["with gradient"] & rank["before"].keys()
+    assert moved(rank) == moved(expected) & names(rank)
+    assert rank["with gradient"] == expected["with gradient"] & names(rank)
 
 
 @pytest.mark.parametrize(("method", "layout"), quick(CASES, CASES[2:4]), ids=str)
@@ -185,13 +177,13 @@ def test_a_method_trains_as_in_one_process(
     pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
 ) -> None:
     expected = references[method]
-    ranks = spread(pool, corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
+    ranks = pool.run("trained", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
     if method == "head_only":
         assert not all(rank["states"] for rank in ranks), "every rank trains something"
     for rank in ranks:
         assert_trained_alike(rank, expected, expected["curve"])
-        assert rates(rank) == {name: lr for name, lr in rates(expected).items() if name in rank["before"]}
-    assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
+        assert rates(rank) == {name: lr for name, lr in rates(expected).items() if name in names(rank)}
+    assert set().union(*map(names, ranks)) == names(expected)
 
 
 @pytest.mark.parametrize(("first", "then"), quick(ADAPTED, ADAPTED[2:3]), ids=str)
@@ -199,21 +191,22 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
     pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
     expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
-    begun = spread(pool, options=run("lora", first), steps=2, **given)
-    ended = spread(pool, options=run("lora", then), steps=STEPS, load=True, **given)
+    initial = dict(expected["first"])
+    begun = pool.run("trained", options=run("lora", first), steps=2, **given)
+    ended = pool.run("trained", options=run("lora", then), steps=STEPS, load=True, **given)
     for ranks, curve in ((begun, expected["curve"][:2]), (ended, expected["curve"][2:])):
         assert all(rank["curve"] == ranks[0]["curve"] for rank in ranks)
         for rank in ranks:
             assert_trained_alike(rank, expected, curve)
-            assert rank["before"].items() <= expected["before"].items()
-        assert set().union(*(rank["before"] for rank in ranks)) == expected["before"].keys()
+            assert all(np.array_equal(value, initial[name]) for name, value in rank["first"])
+        assert set().union(*map(names, ranks)) == names(expected)
 
 
 @pytest.mark.full
 def test_tied_parameters_can_be_frozen(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
     one, four = (run("lora", layout, objective="masked_gene") for layout in ({}, {"pp": 4}))
-    expected = tuned(corpus, one, str(tmp_path / "one"), STEPS)
-    for rank in spread(pool, corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
+    expected = cases.trained(corpus, one, str(tmp_path / "one"), STEPS)
+    for rank in pool.run("trained", corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
         assert_trained_alike(rank, expected, expected["curve"])
 
 
@@ -222,9 +215,11 @@ def test_a_run_that_unfreezes_goes_on_where_it_stopped(
 ) -> None:
     expected = references["gradual"]
     given = {"corpus": corpus, "options": run("gradual"), "folder": str(tmp_path)}
-    first, second = tuned(steps=2, **given), tuned(steps=STEPS, load=True, **given)
+    first, second = cases.trained(steps=2, **given), cases.trained(steps=STEPS, load=True, **given)
     assert first["curve"] + second["curve"] == expected["curve"]
-    assert second["after"] == expected["after"]
+    assert all(
+        np.array_equal(own, other) for (_, own), (_, other) in zip(second["last"], expected["last"], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
