@@ -35,7 +35,7 @@ class Fault:
 FAULTS = [
     Fault("no fsync of the parent folder", "files.py", "            fsync(final.parent)\n", "", "unit/test_files.py"),
     Fault("no fsync of the file", "files.py", "            fsync(temporary)  #", "            #", "unit/test_files.py"),
-    Fault("loss scale begins at 2^15", "train/step_guard.py", "= 2.0**16", "= 2.0**15", "distributed/test_loss_scale.py"),
+    Fault("loss scale begins at 2^15", "train/step_guard.py", "= 2.0**16", "= 2.0**15", "distributed/test_step_guard.py"),
     Fault("a value at a bin's edge falls below it", "data/stream/tokenizers.py", 'edges, values, side="right"', 'edges, values, side="left"', "unit/test_tokens.py"),
     Fault("a cap of repeats counts as zero", "data/stream/order.py", "most * sizes[capped]", "0 * sizes[capped]", "unit/test_repeats.py"),
     Fault("smallest remainders are rounded up", "data/stream/order.py", "np.argsort(totals - exact", "np.argsort(exact - totals", "unit/test_repeats.py"),

@@ -69,9 +69,9 @@ ELSEWHERE = {
     "unit/test_knock_out.py": (
         "knock_out.genes knock_out.cells knock_out.min_cells knock_out.null_genes knock_out.seed"
     ),
-    "distributed/test_bad_steps.py": "train.max_bad_steps",
+    "distributed/test_step_guard.py": "train.max_bad_steps",
     "distributed/test_branches.py": "train.keep_steps",
-    "distributed/test_compile.py": "parallel.compile",
+    "distributed/test_layouts.py": "parallel.compile",
     "distributed/test_early_end.py": "train.best_metric consolidate.checkpoint",
     "distributed/test_first_weights.py": "finetune.new_genes",
     "distributed/test_methods.py": (

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.distributed import distributed_c10d
 
-# a gradient that is still being reduced: tests/distributed/test_loss_scale.py
+# a gradient that is still being reduced: tests/distributed/test_step_guard.py
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
 # recomputation of a module that keeps its names: tests/distributed/test_conformance.py
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
     import torch.distributed.tensor
 
-# multiplies all tensors of a device in place, in one kernel: tests/distributed/test_loss_scale.py
+# multiplies all tensors of a device in place, in one kernel: tests/distributed/test_step_guard.py
 scale_all = torch._foreach_mul_
 # moves tensors of a device by a share of the way to others, in place: tests/distributed/test_average.py
 move_all = torch._foreach_lerp_
@@ -69,7 +69,7 @@ def set_group_timeouts(timeout: timedelta) -> None:
 
 
 def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int) -> None:
-    """Double or halve the scale in place; the host waits for nothing: tests/distributed/test_loss_scale.py."""
+    """Double or halve the scale in place; the host waits for nothing: tests/distributed/test_step_guard.py."""
     torch._amp_update_scale_(scale, good_steps, overflowed, 2.0, 0.5, interval)
 
 
