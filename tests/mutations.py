@@ -50,7 +50,7 @@ FAULTS = [
     Fault("variance of a paired difference without the repetitions", "evaluate/scores.py", "cells[0] + repetitions[0]", "cells[0]", "unit/test_paired.py"),
     Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_validation.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),
-    Fault("adapters are scaled by rank / alpha", "finetune/lora.py", "self.config.alpha / self.config.rank", "self.config.rank / self.config.alpha", "unit/test_methods_of_families.py distributed/test_methods.py"),
+    Fault("adapters are scaled by rank / alpha", "finetune/method.py", "self.config.alpha / self.config.rank", "self.config.rank / self.config.alpha", "unit/test_methods_of_families.py distributed/test_methods.py"),
     Fault("SHA-256 of a checkpoint's file is not compared", "runs/folder.py", "(contents or name in SMALL) and", "False and", "unit/test_train_folder.py distributed/test_checkpoints.py"),
     Fault("a class needs one cell more", "evaluate/tasks/classify.py", "n >= shots + FEWEST_TESTED", "n > shots + FEWEST_TESTED", "unit/test_classifying_tasks.py"),
     Fault("the adversary's gradient is not reversed", "models/objectives/terms.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_batch_terms.py"),

@@ -111,14 +111,13 @@ class PlannedModel:
     def counts(self, rank: int) -> Counts:
         """Counts summed over the stages of pipeline rank `rank`."""
         size, stages = self.size, self.stages(rank)
-        blocks, first, last = (sum(getattr(stage, name) for stage in stages) for name in ("blocks", "first", "last"))
+        blocks = sum(stage.blocks for stage in stages)
+        first, last = sum(stage.first for stage in stages), sum(stage.last for stage in stages)
         tied = self.parallel.stages == 1  # one stage has tied parameters once
-        outside, outside_trained = (
-            first * getattr(size.begin, name) + last * getattr(size.finish, name) - tied * getattr(size.tied, name)
-            for name in ("parameters", "trained")
-        )
-        parameters, trained = blocks * size.block.parameters + outside, blocks * size.block.trained + outside_trained
-        return Counts(blocks, first, last, parameters, trained, outside, outside_trained)
+        outside = first * size.begin.parameters + last * size.finish.parameters - tied * size.tied.parameters
+        trained = first * size.begin.trained + last * size.finish.trained - tied * size.tied.trained
+        every = blocks * size.block.parameters + outside
+        return Counts(blocks, first, last, every, blocks * size.block.trained + trained, outside, trained)
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:

@@ -67,7 +67,7 @@ class LoraConfig(MethodConfig):
     """Train low-rank adapters of the blocks' linear layers (Hu et al. 2022), and the objective's heads. The adapters
     are merged into the exported model, and also stored beside it in the layout of the package peft."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.lora:Lora"
+    implementation: ClassVar[str] = "cellmill.finetune.method:Lora"
 
     method: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
