@@ -7,8 +7,8 @@ block to block, and gradual unfreezing (there by epochs), follow Howard & Ruder 
 
 In `lora` (Hu et al. 2022) low-rank adapters of the linear layers of the blocks train, and the heads. A layer W x + c
 becomes W x + c + (alpha / rank) B A x, where A is drawn and B begins as zeros, so the first step starts from the model
-as it was; the merged weight is W + (alpha / rank) B A. There is no dropout of x: rows between layers have no keys, so it
-would not be the same in every layout.
+as it was; the merged weight is W + (alpha / rank) B A. There is no dropout of x: rows between layers have no keys, so
+it would not be the same in every layout.
 
 An adapter wraps a linear layer in a module that keeps it as `base`, never in a subclass of nn.Linear: tensor parallel
 and weight decay then treat the base as before. `plain_name` strips `.base.`, so the base keeps its name in initial
