@@ -41,7 +41,7 @@ FAULTS = [
     Fault("smallest remainders are rounded up", "data/stream/order.py", "np.argsort(totals - exact", "np.argsort(exact - totals", "unit/test_repeats.py"),
     Fault("gradient norm without the squares of other pipeline stages", "parallel/step.py", "total = squares.sqrt()", "total = total", "distributed/test_conformance.py"),
     Fault("sums count model-parallel peers twice", "parallel/mesh.py", "if (peers := self.model_parallel_size) > 1:\n            tensor.div_", "if (peers := 0):\n            tensor.div_", "distributed/test_conformance.py"),
-    Fault("warm-up of the average is off by one", "train/optimizer.py", "(1 + step) / (10 + step)", "step / (10 + step)", "distributed/test_average.py"),
+    Fault("warm-up of the average is off by one", "train/optimizer.py", "(1 + step) / (10 + step)", "step / (10 + step)", "distributed/test_loop.py"),
     Fault("first step has a rate of 0", "config/run.py", "(step + 1) / train.warmup_steps", "step / train.warmup_steps", "unit/test_optimizers.py"),
     Fault("wsd's decay is rounded down", "config/run.py", "math.ceil(", "math.floor(", "unit/test_optimizers.py"),
     Fault("val and test overlap", "data/shards/plan.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),

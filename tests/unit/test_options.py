@@ -72,7 +72,7 @@ ELSEWHERE = {
     "distributed/test_step_guard.py": "train.max_bad_steps",
     "distributed/test_branches.py": "train.keep_steps",
     "distributed/test_layouts.py": "parallel.compile",
-    "distributed/test_early_end.py": "train.best_metric consolidate.checkpoint",
+    "distributed/test_loop.py": "train.best_metric train.profile_steps consolidate.checkpoint",
     "distributed/test_first_weights.py": "finetune.new_genes",
     "distributed/test_methods.py": (
         "finetune.trunk_lr_frac finetune.layer_decay finetune.head_steps finetune.block_steps "
@@ -82,7 +82,6 @@ ELSEWHERE = {
         "objective.target_column objective.target_mean objective.target_std predict.min_probability "
         "predict.min_accuracy"
     ),
-    "distributed/test_profile.py": "train.profile_steps",
     "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s",
     "unit/test_autoregressive.py": "objective.value_loss_weight",
     "unit/test_batch_terms.py": "objective.batch_column objective.batch_adversary objective.batch_adversary_scale",

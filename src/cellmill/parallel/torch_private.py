@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
 
 # multiplies all tensors of a device in place, in one kernel: tests/distributed/test_step_guard.py
 scale_all = torch._foreach_mul_
-# moves tensors of a device by a share of the way to others, in place: tests/distributed/test_average.py
+# moves tensors of a device by a share of the way to others, in place: tests/distributed/test_loop.py
 move_all = torch._foreach_lerp_
 # writes the allocations that `record_memory` recorded, for pytorch.org/memory_viz, to a path
 write_memory_record = torch.cuda.memory._dump_snapshot

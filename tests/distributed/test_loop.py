@@ -1,19 +1,23 @@
-"""A run whose patience is over is done, in every layout and after a resume; the best checkpoint is by its metric."""
+"""What the loop does beside steps: it ends when patience is over, averages the weights, and records traces of steps."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cellmill.cli import main
-from cellmill.config.run import AUTO_MIN_STEPS
-from cellmill.runs.folder import TrainFolder, read_lines
+from cellmill.config.run import AUTO_MIN_STEPS, Train
+from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
+from cellmill.train.checkpoint import CheckpointReader, load_tensors
 from tests.distributed import cases
 from tests.distributed.command import Run
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.tiers import quick
 
 PATIENCE = {"early_stop_patience": 2, "best_metric": "effective_rank"}
 LAYOUTS: list[dict[str, Any]] = [{"strategy": "ddp"}, {"pp": 2, "schedule": "ZBV", "tp": 2}]
@@ -25,7 +29,7 @@ def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     return options(layout, train=given)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, LAYOUTS[:1]), ids=str)
 def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -82,3 +86,66 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
         states = [checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()]
         saved.append([(state["step"], state["val_step"]) for state in states])
     assert saved == [[(2, None)], [(2, 2), (4, 2)]]
+
+
+DECAY, STEPS = 0.3, 6  # after the warm-up, (1 + t) / (10 + t), of the first three steps
+
+
+def read(checkpoint: Checkpoint, part: str) -> dict[str, torch.Tensor]:
+    known = CheckpointReader(checkpoint.path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(known[name].size) for name in known if name.startswith(part)}
+    load_tensors(checkpoint.path, tensors)
+    return {name.removeprefix(part): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_average_follows_its_formula_and_is_validated_and_exported(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    def lines_of(name: str, **more: Any) -> list[dict[str, Any]]:
+        train = {"lr": 1e-2, "schedule": "constant", "val_every_steps": 1, "keep_checkpoints": 9} | more
+        given = options(train=train, model={"layers": 4})
+        return cases.trained(corpus, given, str(tmp_path / name), STEPS)["lines"]
+
+    lines = lines_of("train", ema_decay=DECAY, checkpoint_every_steps=1)
+    plain, same = lines_of("plain"), lines_of("same", ema_decay=1e-9)
+    assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in plain if "loss" in line]
+    validated, at_end = ([line["val_loss"] for line in of if "val_loss" in line] for of in (lines, plain))
+    assert [line["val_loss"] for line in same if "val_loss" in line] == pytest.approx(at_end, abs=1e-6)
+    assert np.abs(np.array(validated) - at_end).min() > 1e-5, "validation is of the weights"
+    checkpoints = TrainFolder(tmp_path / "train").checkpoints()
+    expected: dict[str, torch.Tensor] = {}
+    for at, checkpoint in enumerate(checkpoints[1:], start=1):  # that of step 1 has the average after step 0
+        before, decay = read(checkpoints[at - 1], "average."), min(DECAY, (1 + at) / (10 + at))
+        expected = {k: decay * before[k] + (1 - decay) * v for k, v in read(checkpoint, "model.").items()}
+        torch.testing.assert_close(read(checkpoint, "average."), expected, atol=1e-7, rtol=1e-6)
+    assert not read(TrainFolder(tmp_path / "plain").checkpoints()[-1], "average.")
+    exported = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
+    assert "| step | 6, weights averaged with decay 0.3 |" in (tmp_path / "model" / "README.md").read_text()
+    assert exported.keys() == expected.keys()
+    torch.testing.assert_close(exported, read(checkpoints[-1], "average."), atol=0, rtol=0)
+
+
+PARTS = {"data", "prepare", "forward_backward", "clip", "optimizer"}
+
+
+@pytest.mark.parametrize(("last", "recorded"), [(3, 2), (9, 3)], ids=["inside the run", "beyond its end"])
+def test_a_trace_has_the_named_parts_of_each_requested_step(
+    alone: None, corpus: str, tmp_path: Path, last: int, recorded: int
+) -> None:
+    first = cases.curve(corpus, options(train={"profile_steps": [2, last]}), str(tmp_path), steps=4)
+    assert first == cases.curve(corpus, options(), str(tmp_path / "plain"), steps=4)
+    with gzip.open(tmp_path / "profile" / "rank-0.trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    counts = dict.fromkeys(PARTS, 0)
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"] in counts:
+            counts[event["name"]] += 1
+    assert counts == dict.fromkeys(PARTS, recorded)
+    assert any(event["name"] == "aten::linear" for event in events)
+
+
+@pytest.mark.parametrize("steps", [[0, 3], [4, 3], [1], [1, 2, 3]])
+def test_profile_steps_that_are_not_a_range_are_refused(steps: list[int]) -> None:
+    with pytest.raises(ValueError, match="profile_steps"):
+        Train.model_validate({"steps": 5, "profile_steps": steps})
