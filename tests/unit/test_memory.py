@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from cellmill.parallel.stages import stages_of
 from cellmill.planner.memory import Memory, PlannedModel, host_bytes, idle_frac, kept_micro_batches, peak_memory
 from cellmill.planner.size import measure
 from tests.models import spec
+from tests.tiers import quick
 
 TOKENS = Tokens.model_validate({"max_tokens": 512})
 SPEC = spec(2000, TOKENS, hidden=64, layers=6, heads=4, objective="masked_gene")
@@ -161,6 +163,7 @@ COMPUTED = SECONDS.keys() - {"BACKWARD_WEIGHT"}  # what another stage waits for
 KEPT = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
 # torch's table of 1F1B is not what it runs: it keeps one micro-batch too many
 TABLED = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
+QUICK = [*zip(TABLED, (1, 2, 1, 2, 2), (2, 4, 4, 2, 4))]
 
 
 @pytest.fixture
@@ -170,16 +173,7 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "times", "pp"),
-    [
-        pytest.param(schedule, times, pp, marks=() if (times, pp) == pair else pytest.mark.full)
-        for schedule, pair in zip(TABLED, [(1, 2), (2, 4), (1, 4), (2, 2), (2, 4)])
-        for times in (1, 2)
-        for pp in (2, 4)
-    ],
-    indirect=["pp"],
-)
+@pytest.mark.parametrize(("schedule", "times", "pp"), quick(product(TABLED, (1, 2), (2, 4)), QUICK), indirect=["pp"])
 def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)  # type: ignore[arg-type]
     micro_batches = times * parallel.stages
