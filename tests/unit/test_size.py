@@ -4,6 +4,7 @@ import gc
 import re
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from cellmill.config.load import check_config, check_options
 from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.families.encoder import EncoderModel
@@ -25,7 +26,7 @@ from cellmill.planner.size import measure
 from cellmill.runs.identity import identity
 from tests.checks import refused
 from tests.house.documents import documentation
-from tests.models import model_on_cpu, random_cells, spec, train_options
+from tests.models import model_on_cpu, spec, train_options
 
 HIDDEN, LAYERS, N_GENES = 64, 3, 60
 KINDS = [
@@ -132,7 +133,11 @@ def _kept(model: Model, batch: Batch, recompute: str | None) -> tuple[float, int
 
 def _batch(given: ModelSpec, cells: int) -> Batch:
     """Random cells of 60 tokens, as many as the planner's have: what a cell keeps is counted by its tokens."""
-    return random_cells([N_GENES] * cells, given.tokens, N_GENES, counted=given.tokens.max_tokens)
+    rng = np.random.default_rng(0)
+    genes = np.concatenate([rng.permutation(N_GENES) for _ in range(cells)]).astype(np.int32)
+    counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
+    tokenizer, starts = given.tokens.load()(given.tokens), np.arange(cells + 1) * N_GENES
+    return tokenized(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
 
 
 def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:
