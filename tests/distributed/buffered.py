@@ -22,7 +22,7 @@ def register() -> None:
 
 class BufferedConfig(EncoderConfig):
     implementation: ClassVar[str] = "tests.distributed.buffered:BufferedModel"
-    family: Literal["buffered"] = "buffered"  # type: ignore[assignment]
+    family: Literal["buffered"] = "buffered"
 
 
 class BufferedModel(EncoderModel):
@@ -34,7 +34,7 @@ class BufferedModel(EncoderModel):
         self.register_buffer("order", torch.empty(PERIOD, dtype=torch.int64))
         for block in self.blocks:
             block.register_buffer("scale", torch.empty(()))
-            block.initial_value = {"scale": between_halves}.get  # type: ignore[assignment]
+            block.initial_value = {"scale": between_halves}.get
 
     def begin(self, prepared: MaskedBatch) -> torch.Tensor:
         begins = prepared.cu_seqlens[:-1].long()[prepared.cell]

@@ -136,9 +136,9 @@ def trained(
             buffer.zero_()  # the checkpoint has it
         made.resume()
     if bad is not None:
-        made.train_stream = _Spoiled(made.train_stream, bad, made.mesh.dp_rank == min(1, made.mesh.dp_world - 1))  # type: ignore[assignment]
+        made.train_stream = _Spoiled(made.train_stream, bad, made.mesh.dp_rank == min(1, made.mesh.dp_world - 1))
     if bad_validation:
-        made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)  # type: ignore[assignment, arg-type]
+        made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)
     try:
         done = made.run()
     except UserError as ended:
@@ -169,8 +169,7 @@ def trained(
 
 def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
     """[loss, gradient norm] of each step of `trained`."""
-    found: list[list[float]] = trained(corpus, options, folder, steps, load)["curve"]
-    return found
+    return trained(corpus, options, folder, steps, load)["curve"]
 
 
 def schedules(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any], int]:
@@ -181,8 +180,8 @@ def schedules(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[A
     new, use = model.new_schedule, model.schedule_of
     built: list[tuple[int, int]] = []
     used: list[tuple[int, int]] = []
-    model.new_schedule = lambda *key: built.append(key) or new(*key)  # type: ignore[method-assign, func-returns-value]
-    model.schedule_of = lambda *key: used.append(key) or use(*key)  # type: ignore[method-assign, func-returns-value]
+    model.new_schedule = lambda *key: built.append(key) or new(*key)
+    model.schedule_of = lambda *key: used.append(key) or use(*key)
     made.run()
     with_buffers = sum(next(kept.received(), None) is not None for kept in model.schedules.values())
     made.close()
@@ -312,7 +311,7 @@ def overflow(
         step()
         changed.append(any(not torch.equal(a, local_of(b)) for a, b in zip(before, made.model.parameters())))
 
-    made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched  # type: ignore[method-assign, assignment]
+    made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched
     made.run()
     made.close()
     found = [line for line in lines.lines if "loss_scale" in line]

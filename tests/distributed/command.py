@@ -111,8 +111,7 @@ class Run:
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run."""
-        found: dict[str, Any] = json.loads((self.out / name).read_text())
-        return found
+        return json.loads((self.out / name).read_text())
 
     @property
     def log(self) -> str:

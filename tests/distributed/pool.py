@@ -57,8 +57,8 @@ class Pool:
         waiting, within_s = dict(zip(self.pipes, range(self.world))), 500.0
         while waiting and (ready := wait(list(waiting), within_s)):
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                ok, answer = pipe.recv()  # type: ignore[union-attr]
+                rank = waiting.pop(pipe)
+                ok, answer = pipe.recv()
                 (answers if ok else failed)[rank] = answer
             within_s = 20.0 if failed else within_s  # the others may wait for the failed rank forever
         if waiting or failed:

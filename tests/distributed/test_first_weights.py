@@ -77,12 +77,12 @@ def counted() -> Iterator[list[int]]:
     """Bytes of each read of a .safetensors file; random values are made in small pieces."""
     reads: list[int] = []
     piece = initial.PIECE
-    weights_file.safe_open = lambda path, framework: _Counting(safe_open(path, framework), reads)  # type: ignore[assignment]
+    weights_file.safe_open = lambda path, framework: _Counting(safe_open(path, framework), reads)
     initial.PIECE = 64
     try:
         yield reads
     finally:
-        weights_file.safe_open, initial.PIECE = safe_open, piece  # type: ignore[assignment]
+        weights_file.safe_open, initial.PIECE = safe_open, piece
 
 
 def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]:

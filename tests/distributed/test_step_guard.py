@@ -142,7 +142,7 @@ def test_the_loss_scale_falls_after_overflows_and_grows_after_good_steps(
     assert first > 4
     assert scales[:first] == [2.0 ** (23 - step) for step in range(first)]
     assert scales[first : first + 2] == [scales[first - 1], 2 * scales[first - 1]]
-    assert TrainFolder(tmp_path).newest_whole()[0].state()["progress"]["loss_scale"] == scales[-1]  # type: ignore[union-attr]
+    assert TrainFolder(tmp_path).newest_whole()[0].state()["progress"]["loss_scale"] == scales[-1]
 
 
 def test_a_resumed_run_keeps_its_loss_scale(

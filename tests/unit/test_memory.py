@@ -175,7 +175,7 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize(("schedule", "times", "pp"), quick(product(TABLED, (1, 2), (2, 4)), QUICK), indirect=["pp"])
 def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
-    parallel = Parallel(pp=pp, schedule=schedule)  # type: ignore[arg-type]
+    parallel = Parallel(pp=pp, schedule=schedule)
     micro_batches = times * parallel.stages
     table = _table(parallel, micro_batches)
     busy = 3.0 * micro_batches * parallel.stages / pp

@@ -80,7 +80,7 @@ def tuned(family: str, method: str) -> tuple[Model, Method, dict[str, torch.Tens
     given = spec_of(family)
     model = build(given, made.transform)
     freeze(model, trained_names(made, model))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))  # type: ignore[arg-type]
+    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))
     before, batch = tensors_of(model), cells(given.tokens)
     optimizer = build_optimizer(model, Train.model_validate({"steps": 2, "lr": 1e-2}), None, made.group)
     for step in range(2):
@@ -130,7 +130,7 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(family: str, tmp
     write_json(tmp_path / "adapter_config.json", config)
     made.merge(model)
     base: Any = build(spec_of(family))
-    materialize(base, torch.device("cpu"), initial_tensors(base, 0, None, None))  # type: ignore[arg-type]
+    materialize(base, torch.device("cpu"), initial_tensors(base, 0, None, None))
     for name, parameter in base.named_parameters():  # peft brings the trained heads
         torch.testing.assert_close(parameter.data, before[name], atol=0, rtol=0)
     base.config = transformers.PreTrainedConfig()  # peft asks it whether embeddings are tied

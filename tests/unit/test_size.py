@@ -218,7 +218,7 @@ def test_explicit_keys_win_and_a_runs_own_size_replaces_the_numbers_at_the_top()
         },
     }
     runs = check_config(tree).runs
-    found = {name: (m.hidden, m.layers, m.heads, m.dropout) for name, m in ((n, run.model) for n, run in runs.items())}  # type: ignore[attr-defined]
+    found = {name: (m.hidden, m.layers, m.heads, m.dropout) for name, m in ((n, run.model) for n, run in runs.items())}
     assert found == {"named": (256, 6, 4, 0.1), "shallow": (256, 1, 4, 0.1), "same": (128, 2, 4, 0.1)}
 
 

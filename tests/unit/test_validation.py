@@ -49,7 +49,7 @@ def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
         with monitor.watching([batch]):
             model.kept_vectors.append(torch.cat([z[cells], torch.full((3, WIDTH), 1e6)]))  # and cells of padding
         assert model.kept_vectors is None
-    return monitor.line(mesh)  # type: ignore[arg-type]
+    return monitor.line(mesh)
 
 
 def test_metrics_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
