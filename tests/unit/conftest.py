@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from cellmill.evaluate.task import Context
 from cellmill.stages import data as simulate
-from tests.unit.evaluated import make_evaluated
+from tests.unit.evaluated import make_context, make_evaluated
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -27,6 +28,12 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
     """Paths of a corpus of `simulated`, of a `model` of random weights and of its `embedding`; no test changes them."""
     return make_evaluated(tmp_path_factory.mktemp("corpus"), simulated)
+
+
+@pytest.fixture(scope="session")
+def context(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> Context:
+    """The cells of `corpus` under evaluation (`make_context`); no test changes it."""
+    return make_context(tmp_path_factory.mktemp("context"), corpus)
 
 
 @pytest.fixture

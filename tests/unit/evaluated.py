@@ -1,26 +1,33 @@
 """A simulated dataset under evaluation, with a small model of random weights."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import numpy as np
+import pytest
 import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.options import EmbedOptions, EvaluateOptions
+from cellmill.config.options import EmbedOptions, EvaluateOptions, PreprocessOptions
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.task import Context, EvaluatedModel
 from cellmill.stages import cells as on_cells
+from cellmill.stages import data as on_data
 from cellmill.stages import evaluate as stage
 from tests.unit.exported import export_model, make_corpus
+
+BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
 
 
 def regression(sparse: bool) -> Any:
@@ -30,9 +37,8 @@ def regression(sparse: bool) -> Any:
     return make_pipeline(ones, newton) if sparse else newton
 
 
-def make_context(folder: Path, simulated: Path, **model_options: Any) -> Context:
-    """Every second cell is scored, in 3 folds."""
-    corpus = make_corpus(folder, simulated)
+def make_context(folder: Path, corpus: Mapping[str, Path], **model_options: Any) -> Context:
+    """The cells of a corpus, by a small model that is exported to `folder`: every second is scored, in 3 folds."""
     exported = export_model(folder / "model", corpus["vocabulary"], **model_options)
     network, vocabulary, tokens, config = load_for_inference(exported)
     options = Evaluate.model_validate({"folds": 3, "seed": 4})
@@ -57,11 +63,45 @@ def embed(model: Path, cells: Path, out: Path, append: bool = False, **section: 
     return out
 
 
+def preprocessed(raw: Path, out: Path, **section: Any) -> Path:
+    """The cells of `raw`, all of them, which stage preprocess writes to `out` with options of `section`."""
+    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1} | section})
+    report = out.with_suffix(".json")
+    on_data.preprocess(options=options, input=raw, counts="X", dataset=out.stem, out=out, report=report)
+    return out
+
+
+def run_bridge(package: str, script: str, out: Path, **given: Any) -> dict[str, dict[str, Any]]:
+    """Values by row and metric that a bridge writes to `out`; skips without the package.
+
+    Its interpreter is the one of CELLMILL_PACKAGE, such as CELLMILL_CELL_EVAL, or this one.
+    """
+    python = os.environ.get(f"CELLMILL_{package.upper().replace('-', '_')}", sys.executable)
+    words = [python, str(BRIDGES / f"{script}.py"), *(f"--{name}={value}" for name, value in given.items())]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
+    done = subprocess.run([*words, f"--out={out}"], capture_output=True, text=True, env=environment)
+    if f"{package} cannot be imported" in done.stderr:
+        pytest.skip(f"{package} is not installed in {python}")
+    assert done.returncode == 0, done.stderr
+    values: dict[str, dict[str, Any]] = {}
+    for row in json.loads(out.read_text())["rows"]:
+        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    return values
+
+
 def with_config(model: Path, **entries: Any) -> Path:
     """The folder `model`, with other entries in its config.json."""
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | entries))
     return model
+
+
+def export_classifier(folder: Path, genes: Path, column: str, labels: list[str], **entry: Any) -> Path:
+    """The folder of a model that predicts `labels` of an obs column, with `entry` beside them in its config.json."""
+    levels = {column: (*labels, "<missing>")}
+    model = export_model(folder, genes, seed=1, levels=levels, objective="classification", label_column=column)
+    classifier = {"label_column": column, "labels": labels, "calibration": None}
+    return with_config(model, classifier=classifier | entry)
 
 
 def with_obs(files: Mapping[str, Path], folder: Path, name: str, **obs: Any) -> dict[str, Path]:

@@ -21,20 +21,17 @@ from cellmill.data.inputs.h5 import create_h5
 from cellmill.evaluate.features import choose_cells, own_components
 from cellmill.evaluate.results import write_embedding
 from cellmill.evaluate.tasks import integration as mixing
+from tests.unit.evaluated import BRIDGES, run_bridge
 
-FOLDER = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
-PACKAGES = {
-    "scib-metrics": ("scib", "scib_metrics", "0.5.10"),
-    "cz-benchmarks": ("cz", "czbenchmarks", "0.15.1"),
-    "cell-eval": ("cell", "cell_eval", "0.8.2"),  # on predicted cells: test_predict_changes.py
-    "cell-eval2": ("cell2", "cell_eval2", "0.20.0"),
+PACKAGES = {  # script, module, version that was tested, key of section `bridges`
+    "scib-metrics": ("scib_bridge", "scib_metrics", "0.5.10", "scib-metrics"),
+    "cz-benchmarks": ("cz_bridge", "czbenchmarks", "0.15.1", "cz-benchmarks"),
+    "cell-eval": ("cell_bridge", "cell_eval", "0.8.2", "cell-eval"),  # on predicted cells: test_predict_changes.py
+    "cell-eval2": ("cell2_bridge", "cell_eval2", "0.20.0", "cell-eval2"),
+    "scvi-tools": ("zoo_scvi", "scvi", "1.4.2", "scvi"),  # of presets: test_external.py
+    "harmonypy": ("zoo_harmony", "harmonypy", "2.1.0", "harmony"),
 }
 BATCH_MEASURES = {"bras", "ilisi_knn", "isolated_labels", "kbet", "kbet_per_label", "pcr_comparison"}
-
-
-def python_of(package: str) -> str:
-    """Interpreter that may have the package: that of CELLMILL_SCIB_METRICS or CELLMILL_CZ_BENCHMARKS, or this one."""
-    return os.environ.get(f"CELLMILL_{package.upper().replace('-', '_')}", sys.executable)
 
 
 @pytest.fixture
@@ -65,19 +62,9 @@ def given(tmp_path: Path) -> argparse.Namespace:
     return argparse.Namespace(**paths, label="type", batch="batch")
 
 
-def words_of(given: argparse.Namespace) -> list[str]:
-    return [f"--{name}={value}" for name, value in vars(given).items()]
-
-
-def run_bridge(package: str, given: argparse.Namespace) -> subprocess.CompletedProcess[str]:
-    words = [python_of(package), str(FOLDER / f"{PACKAGES[package][0]}_bridge.py"), *words_of(given)]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
-    return subprocess.run(words, capture_output=True, text=True, env=environment)
-
-
 @pytest.fixture
 def embedded_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(BRIDGES))
     return importlib.import_module("embedded_cells")
 
 
@@ -86,9 +73,7 @@ def expected_cells() -> list[int]:
     return [i for i in range(160) if i % 4 and i not in (1, 2, 5, 7, 9, 11)]
 
 
-def test_the_cells_are_those_that_the_tasks_score_and_their_components_are_ours(
-    given: argparse.Namespace, embedded_cells: Any
-) -> None:
+def test_cells_and_components_are_those_of_the_tasks(given: argparse.Namespace, embedded_cells: Any) -> None:
     cells, chosen = embedded_cells.read_cells(given), expected_cells()
     assert cells.names.tolist() == [f"cell {i}" for i in chosen]
     assert cells.dropped == {"rare": 2}
@@ -99,16 +84,11 @@ def test_the_cells_are_those_that_the_tasks_score_and_their_components_are_ours(
     own, theirs = own_components(log_normalise(stored.X[chosen])), cells.features["PCA50"]
     assert theirs.shape == own.shape == (len(chosen), 50)
     np.testing.assert_allclose(theirs, own, atol=5e-3)  # of near components, ARPACK gives so many digits
-
-
-def test_all_cells_are_read_where_evaluate_scored_all_and_one_batch_is_none(
-    given: argparse.Namespace, embedded_cells: Any
-) -> None:
     given.metrics.write_text(json.dumps({"options": {"seed": 0}, "datasets": {"cells": {"cells": "all"}}}))
     given.batch = "absent"
-    cells = embedded_cells.read_cells(given)
-    assert cells.batches is None
-    assert cells.names.tolist() == [f"cell {i}" for i in range(160) if i not in (0, 1, 2, 5, 7, 11)]
+    every = embedded_cells.read_cells(given)
+    assert every.batches is None
+    assert every.names.tolist() == [f"cell {i}" for i in range(160) if i not in (0, 1, 2, 5, 7, 11)]
 
 
 def test_the_draw_of_many_cells_is_that_of_the_tasks(embedded_cells: Any) -> None:
@@ -118,38 +98,37 @@ def test_the_draw_of_many_cells_is_that_of_the_tasks(embedded_cells: Any) -> Non
     assert (len(kept), dropped) == (10_000, {})
 
 
-def test_without_a_label_a_bridge_ends_in_a_line(given: argparse.Namespace, embedded_cells: Any) -> None:
-    given.label = "kind"
-    with pytest.raises(SystemExit) as ended:
-        embedded_cells.read_cells(given)
-    assert ended.value.code == f"cellmill: {given.embedding}: no obs column 'kind'; there are: type, batch"
-    given.label, embedded_cells.FEWEST = "type", 100
-    with pytest.raises(SystemExit) as ended:
-        embedded_cells.read_cells(given)
-    embedded_cells.FEWEST = 10
-    assert ended.value.code == (
-        "cellmill: cells: 0 classes of type have at least 100 scored cells, expected two or more; raise "
-        "shard.test_frac, or name another label in the table of datasets"
-    )
+def test_without_a_label_a_bridge_ends_in_a_line(
+    given: argparse.Namespace, embedded_cells: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_cells, "FEWEST", 100)
+    for label, message in (
+        ("kind", f"{given.embedding}: no obs column 'kind'; there are: type, batch"),
+        (
+            "type",
+            "cells: 0 classes of type have at least 100 scored cells, expected two or more; raise shard.test_frac, or "
+            "name another label in the table of datasets",
+        ),
+    ):
+        given.label = label
+        with pytest.raises(SystemExit) as ended:
+            embedded_cells.read_cells(given)
+        assert ended.value.code == f"cellmill: {message}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_without_its_package_a_bridge_says_so_in_one_line_and_writes_nothing(
-    package: str, given: argparse.Namespace, tmp_path: Path
-) -> None:
-    script, module, tested = PACKAGES[package]
-    (tmp_path / "empty" / module).mkdir(parents=True)
-    (tmp_path / "empty" / module / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {module}')")
-    words = [sys.executable, str(FOLDER / f"{script}_bridge.py"), *words_of(given)]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "empty")}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+def test_without_its_package_a_bridge_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+    script, module, tested, key = PACKAGES[package]
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {module}')")
+    words = [sys.executable, "-W", "ignore", str(BRIDGES / f"{script}.py")]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"cellmill: {package} cannot be imported by {sys.executable} (No module named {module}); install {package} "
-        f"(tested: {tested}) in an environment of its own and set bridges: {{{package}: PATH_OF_ITS_PYTHON}}, or run "
+        f"(tested: {tested}) in an environment of its own and set bridges: {{{key}: PATH_OF_ITS_PYTHON}}, or run "
         "snakemake with --sdm conda\n"
     )
-    assert not given.out.parent.exists()
 
 
 def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embedded_cells: Any) -> None:
@@ -162,9 +141,7 @@ def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embe
         {"name": "embedding", "kind": "model", "metric": "undefined", "value": None},
         {"name": "PCA50", "kind": "baseline", "metric": "good", "value": 1.0},
     ]
-    about = {key: made[key] for key in ("package", "version", "dataset", "label", "batch", "n_cells", "n_classes")}
-    about["dropped_classes"] = made["dropped_classes"]
-    assert about == {
+    about = {
         "package": "numpy",
         "version": np.__version__,
         "dataset": "cells",
@@ -174,6 +151,7 @@ def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embe
         "n_classes": 2,
         "dropped_classes": {"rare": 2},
     }
+    assert {key: made[key] for key in about} == about
     before = given.out.read_bytes()
     given.label = {1}  # not JSON
     with pytest.raises(TypeError):
@@ -183,17 +161,7 @@ def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embe
 
 
 def values_of(package: str, given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Values by features and metric, made by the real package. Skips where it is not installed."""
-    imported = subprocess.run([python_of(package), "-c", f"import {PACKAGES[package][1]}"], capture_output=True)
-    if imported.returncode:
-        pytest.skip(f"{package} is not installed in {python_of(package)}")
-    done = run_bridge(package, given)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(given.out.read_text())
-    assert made["package"] == package
-    values: dict[str, dict[str, float]] = {}
-    for row in made["rows"]:
-        values.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    values = run_bridge(package, PACKAGES[package][0], **vars(given))
     assert list(values) == ["embedding", "PCA50"]
     assert all(isinstance(value, float) for of in values.values() for value in of.values())
     return values

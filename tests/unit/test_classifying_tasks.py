@@ -3,7 +3,6 @@ cells, what cells lose, and the verdicts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,23 +29,15 @@ from cellmill.evaluate import features as features_module
 from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import (
-    RankedGenes,
-    choose_cells,
-    features_of_counts,
-    halves,
-    read_rows,
-    variable_genes,
-)
+from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, halves, read_rows, variable_genes
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
-from cellmill.evaluate.task import Context, read_training_counts
+from cellmill.evaluate.task import Context, read_training_counts, run_task
 from cellmill.evaluate.tasks.classify import (
     FEWEST_TESTED,
     METRICS,
+    Degraded,
     FewShot,
     LeaveOut,
-    LowDepth,
-    MissingGenes,
     draw_shots,
     judge,
     keep_genes,
@@ -55,14 +46,9 @@ from cellmill.evaluate.tasks.classify import (
     stratified,
     thin,
 )
-from tests.unit.evaluated import make_context, regression
+from tests.unit.evaluated import regression
 
 WAYS = ("matched", "shifted", "trained on all levels")
-
-
-@pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
-    return make_context(tmp_path_factory.mktemp("classify"), simulated)
 
 
 def _chosen(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,9 +87,7 @@ def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
     return np.asarray(centred / np.maximum(centred.std(1, keepdims=True), 1e-9))
 
 
-def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_of_each_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features_module, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
@@ -147,9 +131,7 @@ def test_rows_equal_scikit_learn_pipelines_cross_validated_over_the_same_folds_o
     assert kinds == 14 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
 
 
-def test_genes_by_rank_share_ranks_among_equal_counts_and_those_that_differ_most_between_classes_are_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(2)
     values = random.poisson(0.7, (40, 300))
     values[7], values[8] = 0, 3  # a cell without a count, and one of equal counts
@@ -186,11 +168,6 @@ def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chose
     assert chosen.tolist() == sorted(scores.sort_values(ascending=False, kind="stable").index[:2000])
     features = {"embedding": genes[:, :8].toarray(), "all genes": genes}
     predictions = _predicted(features, labels, neighbors=3, components=4)
-    few = _predicted(features | {"all genes": genes[:, :2000]}, labels, neighbors=3, components=4)
-    named = {
-        f"PCA4 of variable genes + {name}" for name in ("logistic regression", "logistic regression, unscaled", "kNN")
-    }
-    assert set(predictions.by_condition[""]) - set(few.by_condition[""]) == named
     pipeline = make_pipeline(PCA(4, svd_solver="arpack", random_state=0), KNeighborsClassifier(3))
     [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores["PCA4 of variable genes + kNN"]
     for fitted, test in StratifiedKFold(5, shuffle=True, random_state=0).split(labels, labels):
@@ -270,14 +247,10 @@ def _accuracies(
     ]
 
 
-def test_the_ceiling_of_a_cell_is_predicted_from_the_half_of_the_labels_that_its_own_is_not_in(
-    context: Context,
-) -> None:
+def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(context: Context) -> None:
     cells, labels = _chosen(context, 3)
-    order, first = (
-        np.random.Generator(np.random.Philox(key=[4, 6])).permutation(len(labels)),
-        np.ones(len(labels), bool),
-    )
+    order = np.random.Generator(np.random.Philox(key=[4, 6])).permutation(len(labels))
+    first = np.ones(len(labels), bool)
     first[order[np.argsort(labels[order], kind="stable")][1::2]] = False
     for name in np.unique(labels):
         assert abs(int(first[labels == name].sum()) - int((~first)[labels == name].sum())) <= 1
@@ -291,18 +264,16 @@ def test_the_ceiling_of_a_cell_is_predicted_from_the_half_of_the_labels_that_its
     assert len(context.baselines.known) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1
-    for task in (FewShot(FewShotConfig(shots=[3])), LowDepth(LowDepthConfig(repeats=1))):
+    for task in (FewShot(FewShotConfig(shots=[3])), Degraded(LowDepthConfig(repeats=1))):
         result = task.run(context).to_json()
-        assert [gap["column"] for gap in result["gaps"]] == [
-            key[:-5] for key in result["rows"][0] if key.endswith("_mean")
-        ]
-        assert {gap["ceiling"][0] for gap in result["gaps"]} == {"all genes with half of the labels"}
-        assert {gap["zero"][0] for gap in result["gaps"]} == {"majority"}
-    assert [gap["ceiling"][1] for gap in result["gaps"]] == pytest.approx(7 * [accuracy])
+        gaps = result["gaps"]
+        assert [f"{gap['column']}_mean" for gap in gaps] == [key for key in result["rows"][0] if key.endswith("_mean")]
+        assert {gap["ceiling"][0] for gap in gaps} == {"all genes with half of the labels"}
+        assert {gap["zero"][0] for gap in gaps} == {"majority"}
+    assert [gap["ceiling"][1] for gap in gaps] == pytest.approx(7 * [accuracy])
     largest = max((labels == name).mean() for name in labels)
-    assert [gap["zero"][1] for gap in result["gaps"]] == pytest.approx(7 * [largest])
-    first_words = result["gaps"][0]["words"]
-    assert f"{result['gaps'][0]['column']}: {result['gaps'][0]['model']['name']} {first_words}." in result["sentences"]
+    assert [gap["zero"][1] for gap in gaps] == pytest.approx(7 * [largest])
+    assert f"{gaps[0]['column']}: {gaps[0]['model']['name']} {gaps[0]['words']}." in result["sentences"]
 
 
 def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context: Context) -> None:
@@ -313,11 +284,12 @@ def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context
     config = FewShotConfig(shots=[3, most, most + 1, 500], draws=2, neighbors=15)
     result = FewShot(config).run(context)
     rows = {row["name"]: row for row in result.rows}
-    for kind in ("embedding", "all genes"):
-        linear = regression(sparse=kind == "all genes")
-        for name, classifier in (("logistic regression, unscaled", linear), ("kNN", KNeighborsClassifier(3))):
-            expected = _accuracies(context, 8, classifier, kind, lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
-            assert rows[f"{kind} + {name}"]["3 per class_repetitions"] == pytest.approx(expected)
+    linear = regression(sparse=True)
+    expected = _accuracies(context, 8, linear, "all genes", lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
+    assert rows["all genes + logistic regression, unscaled"]["3 per class_repetitions"] == pytest.approx(expected)
+    nearest = KNeighborsClassifier(3)  # no more than there are shots
+    expected = _accuracies(context, 8, nearest, "embedding", lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
+    assert rows["embedding + kNN"]["3 per class_repetitions"] == pytest.approx(expected)
     n_classes, left_out = result.figures["n_classes"], result.figures["classes_left_out"]
     assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (len(classes), len(classes), 0)
     assert n_classes[str(most + 1)] < len(classes)
@@ -340,28 +312,17 @@ def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
     assert sorted(row["accuracy, new donor_repetitions"]) == pytest.approx(sorted(expected))
     assert result.figures["donors"] == result.figures["donor_folds"] == 3
     assert result.metric == "accuracy, new donor"
+    assert run_task(LeaveOut(LeaveOutConfig()), context).skipped == "the dataset has no donor or batch column"
 
 
-def test_a_task_without_its_column_is_skipped_with_the_reason(context: Context) -> None:
-    assert LeaveOut(LeaveOutConfig()).run(context).skipped == "the dataset has no donor or batch column"
-    assert LowDepth(LowDepthConfig()).run(replace(context, roles={})).skipped == "the dataset has no label column"
-
-
-@pytest.fixture
-def counts() -> sp.csr_matrix:
-    return sp.random(200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20))
-
-
-def test_thinning_keeps_each_count_with_the_same_probability(counts: sp.csr_matrix) -> None:
+def test_thinning_keeps_each_count_with_the_same_probability_and_kept_genes_are_the_same_for_all_cells() -> None:
+    counts = sp.random(200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20))
     thinned = thin(0.1, counts, np.random.default_rng(1))
     assert thinned.dtype == counts.dtype
     assert thinned.data.all()
     assert (thinned.toarray() <= counts.toarray()).all()
     assert thinned.sum() / counts.sum() == pytest.approx(0.1, rel=0.03)
     assert 1 - thinned.nnz / counts.nnz == pytest.approx(0.9**20, abs=0.01)
-
-
-def test_the_kept_genes_are_the_same_for_all_cells_and_whole(counts: sp.csr_matrix) -> None:
     kept = keep_genes(7, counts, np.random.default_rng(1))
     columns = np.unique(kept.indices)
     assert (len(columns), kept.dtype) == (7, counts.dtype)
@@ -387,11 +348,11 @@ def test_features_are_those_of_embed_and_of_the_models_training_cells(context: C
     assert not features_of_counts(context, without_genes)["embedding"].any()
 
 
-def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(
+def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logistic, "TOLERANCE", 1e-6)  # a cell of these is about as near to two classes
-    result = LowDepth(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
+    result = Degraded(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
     chosen, labels = _chosen(context, 3)
     whole = read_rows(context.reader, chosen)
     scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
@@ -426,9 +387,6 @@ def test_scores_are_those_of_classifiers_trained_on_whole_degraded_or_all_cells(
         best = [max(means[row["name"]] for row in result.rows if row["kind"] == kind) for kind in ("model", "baseline")]
         assert [means[verdict.compared], means[verdict.against]] == pytest.approx(best)
         assert verdict.difference == pytest.approx(best[0] - best[1])
-
-
-def test_a_task_has_a_column_for_each_level(context: Context) -> None:
-    result = MissingGenes(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
-    expected = ["whole", *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS)]
-    assert [key.removesuffix("_mean") for key in result.rows[0] if key.endswith("_mean")] == expected
+    genes = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
+    expected_columns = ["whole", *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS)]
+    assert [key.removesuffix("_mean") for key in genes.rows[0] if key.endswith("_mean")] == expected_columns

@@ -13,7 +13,6 @@ import scipy.sparse as sp
 import torch
 
 import cellmill
-from cellmill.config.options import PreprocessOptions
 from cellmill.config.parts.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.tables import gene_table
@@ -25,9 +24,8 @@ from cellmill.evaluate import embed as module
 from cellmill.evaluate.results import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
-from cellmill.stages import data as preprocess
 from tests.tiers import quick
-from tests.unit.evaluated import embed
+from tests.unit.evaluated import embed, preprocessed
 from tests.unit.exported import export_model
 
 TOKENIZERS = ["continuous", "binned", "rank"]
@@ -52,8 +50,8 @@ def _written(adata: ad.AnnData, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", quick(TOKENIZERS, TOKENIZERS[:1]))
-def test_permuted_and_added_gene_columns_change_nothing(
-    tmp_path: Path, corpus: dict[str, Path], tokenizer: str
+def test_the_other_genes_and_cells_and_the_order_of_columns_change_nothing(
+    tmp_path: Path, corpus: dict[str, Path], tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = "masked_gene" if tokenizer == "rank" else "masked_value"
     model = export_model(tmp_path / "model", corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective)
@@ -68,12 +66,6 @@ def test_permuted_and_added_gene_columns_change_nothing(
     extra.var_names = ["ENSG99999999991", "no such gene"]
     wide = ad.concat([extra, adata], axis="var", merge="first")
     assert (_vectors(model, _written(wide, tmp_path / "b.h5ad")) == reference).all()
-
-
-def test_row_blocks_and_token_budgets_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, corpus: dict[str, Path], model: Path
-) -> None:
-    reference = _vectors(model, corpus["cells"])
     monkeypatch.setattr(module, "ROW_BLOCK", 37)
     for budget in (1, 100, 5000):
         assert np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
@@ -100,11 +92,8 @@ def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, 
     genes = gene_table("human").symbols
     data.var_names = [genes[gene] for gene in data.var_names]
     parts = {"few": data[:9].copy(), "many": data[9:].copy()}
-    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1}})
     for name, part in parts.items():
-        _written(part, tmp_path / f"{name}.raw.h5ad")
-        files = {"out": tmp_path / f"{name}.h5ad", "report": tmp_path / f"{name}.json"}
-        preprocess.preprocess(options=options, input=tmp_path / f"{name}.raw.h5ad", counts="X", dataset=name, **files)
+        preprocessed(_written(part, tmp_path / f"{name}.raw.h5ad"), tmp_path / f"{name}.h5ad")
     known = build_vocabulary([tmp_path / f"{name}.h5ad" for name in parts])
     rare = np.asarray((parts["few"].X > 0).sum(axis=0)).ravel()
     assert ((rare == 1) | (rare == 2)).sum() > 5
@@ -129,36 +118,30 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
     return made
 
 
-def test_obs_and_digests_are_stored_with_the_vectors(corpus: dict[str, Path], model: Path) -> None:
-    embedded, cells = _embed(model, corpus["cells"]), ad.read_h5ad(corpus["cells"])
-    assert embedded.obs.equals(cells.obs)
-    assert embedded.X is None
-    about = embedded.uns["cellmill"]
-    assert about["model_digest"] == sha256_file(model / "model.safetensors")
-    assert about["vocabulary_digest"] == load_model(model)[1].digest
-    assert about["coverage_frac"] == 1.0
-    assert about["n_without_genes"] == 0
-    assert about["supervised_by"] == ""
-
-
-def test_a_cell_without_known_genes_has_no_embedding_and_is_counted(
+def test_obs_and_digests_are_stored_and_a_cell_without_known_genes_has_no_vector(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adata = ad.read_h5ad(corpus["cells"])[:20].copy()
-    dense = adata.X.toarray()  # type: ignore[union-attr]
+    cells = ad.read_h5ad(corpus["cells"])[:20].copy()
+    dense = cells.X.toarray()  # type: ignore[union-attr]
     dense[7] = 0
-    adata.X = sp.csr_matrix(dense)
-    embedded = _embed(model, _written(adata, tmp_path / "a.h5ad"))
-    nan = np.isnan(np.asarray(embedded.obsm["X_cellmill"]))
-    assert nan[7].all()
-    assert nan.sum() == nan.shape[1]
-    assert embedded.uns["cellmill"]["n_without_genes"] == 1
+    cells.X = sp.csr_matrix(dense)
+    embedded = _embed(model, _written(cells, tmp_path / "a.h5ad"))
+    assert embedded.obs.equals(cells.obs)
+    assert embedded.X is None
+    expected = {
+        "model_digest": sha256_file(model / "model.safetensors"),
+        "vocabulary_digest": load_model(model)[1].digest,
+        "coverage_frac": 1.0,
+        "n_without_genes": 1,
+        "supervised_by": "",
+    }
+    assert {name: embedded.uns["cellmill"][name] for name in expected} == expected
+    missing = np.isnan(np.asarray(embedded.obsm["X_cellmill"]))
+    assert (missing == (np.arange(20) == 7)[:, None]).all()
     assert "a: 1 cells have no gene that the model knows: their rows are NaN\n" in capsys.readouterr().out
 
 
-def test_low_coverage_and_foreign_genes_are_refused_in_one_line(
-    tmp_path: Path, corpus: dict[str, Path], model: Path
-) -> None:
+def test_low_coverage_and_foreign_genes_are_refused(tmp_path: Path, corpus: dict[str, Path], model: Path) -> None:
     adata = ad.read_h5ad(corpus["cells"])
     rest = adata[:, 5:].copy()
     rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
@@ -185,21 +168,17 @@ def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
     whole = _embed(model, corpus["cells"]).uns["cellmill"]["genes"]
     assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (vocabulary.n_genes, 1.0, [])
     assert "warning" not in capsys.readouterr().out
-    order = np.argsort(vocabulary.n_cells, kind="stable")
-    rare = [vocabulary.gene_ids[row] for row in order[: vocabulary.n_genes // 3]]
-    path = _written(adata[:, rare].copy(), tmp_path / "rare.h5ad")
-    share = np.sort(vocabulary.n_cells)[: len(rare)].sum() / vocabulary.n_cells.sum()
+    rarest = np.argsort(vocabulary.n_cells, kind="stable")[: vocabulary.n_genes // 3]
+    path = _written(adata[:, [vocabulary.gene_ids[row] for row in rarest]].copy(), tmp_path / "rare.h5ad")
+    share = vocabulary.n_cells[rarest].sum() / vocabulary.n_cells.sum()
     found = _embed(model, path, min_expressed_frac=0).uns["cellmill"]["genes"]
-    assert (found["n_present"], found["expressed_frac"]) == (len(rare), pytest.approx(share))
-    commonest = vocabulary.symbols[int(vocabulary.n_cells.argmax())]
+    assert (found["n_present"], found["expressed_frac"]) == (len(rarest), pytest.approx(share))
     text = (
-        f"{len(rare)} of the model's {vocabulary.n_genes} genes, {share:.1%} of what a cell expresses "
-        f"(without {commonest}, "
+        f"it measures {len(rarest)} of the model's {vocabulary.n_genes} genes, {share:.1%} of what a cell expresses "
+        f"(without {vocabulary.symbols[int(vocabulary.n_cells.argmax())]}, "
     )
-    assert f"rare: warning: it measures {text}" in capsys.readouterr().out
-    with pytest.raises(
-        DataError, match=re.escape(f"{path}: it measures {text}") + r".*embed\.min_expressed_frac is 0\.9; "
-    ):
+    assert f"rare: warning: {text}" in capsys.readouterr().out
+    with pytest.raises(DataError, match=re.escape(f"{path}: {text}") + r".*embed\.min_expressed_frac is 0\.9; "):
         _embed(model, path, min_expressed_frac=0.9)
 
 
@@ -218,7 +197,7 @@ def test_a_covariate_that_a_file_lacks_is_warned_of(
         assert "warning" not in capsys.readouterr().out
 
 
-def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
+def test_an_embedding_is_all_that_changes_in_the_users_own_file(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:
     adata = ad.read_h5ad(corpus["cells"])
@@ -247,18 +226,6 @@ def test_an_embedding_is_added_to_the_users_own_file_and_nothing_else_changes(
         embed(model, tmp_path / "a.fasta", path, append=True)
 
 
-def test_antibodies_are_not_taken_for_genes_of_the_same_name(
-    tmp_path: Path, corpus: dict[str, Path], model: Path
-) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
-    reference = _vectors(model, corpus["cells"])
-    adata.var["feature_types"] = "Gene Expression"
-    protein = ad.AnnData(sp.csr_matrix(np.full((adata.n_obs, 1), 900, np.uint16)), obs=adata.obs[[]])
-    protein.var_names, protein.var["feature_types"] = [f"{adata.var_names[0]}.1"], "Antibody Capture"
-    both = ad.concat([adata, protein], axis="var", merge="first")
-    assert (_vectors(model, _written(both, tmp_path / "a.h5ad")) == reference).all()
-
-
 def test_waiting_threads_do_not_spin() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
@@ -272,30 +239,17 @@ def test_waiting_threads_do_not_spin() -> None:
 
 
 def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:
-    obs = ad.AnnData(np.zeros((3, 1))).obs
-    path = tmp_path / "e.h5ad"
+    obs, path = ad.AnnData(np.zeros((3, 1))).obs, tmp_path / "e.h5ad"
     write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
     assert read_embedding(path, obs.index, "a" * 64, 4).shape == (3, 4)
-    with pytest.raises(DataError, match=r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"):
-        read_embedding(path, obs.index, "b" * 64, 4)
-    for names, message in (
-        (obs.index[:2], "expected the 2 cells of the dataset in their order, got 3; .* cell 3, '2' instead of no cell"),
-        (obs.index[::-1], "expected the 3 cells .*, got 3; the first that differs is cell 1, '0' instead of '2'; run"),
+    for name, names, digest, width, message in (
+        ("e", obs.index, "b", 4, r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"),
+        ("e", obs.index[::-1], "a", 4, "expected the 3 cells .*; the first that differs is cell 1, '0' instead of '2'"),
+        ("e", obs.index, "a", 5, r"obsm\['X_cellmill'\]: expected 5 columns, got 4; run embed again$"),
+        ("gone", obs.index, "a", 4, r"gone\.h5ad: no such file; run embed first$"),
     ):
         with pytest.raises(DataError, match=message):
-            read_embedding(path, names, "a" * 64, 4)
-    with pytest.raises(DataError, match=r"obsm\['X_cellmill'\]: expected 5 columns, got 4; run embed again$"):
-        read_embedding(path, obs.index, "a" * 64, 5)
-    with pytest.raises(DataError, match=r"gone\.h5ad: no such file; run embed first$"):
-        read_embedding(tmp_path / "gone.h5ad", obs.index, "a" * 64, 4)
-    plain = _written(ad.AnnData(np.zeros((3, 1))), tmp_path / "plain.h5ad")
-    with pytest.raises(
-        DataError, match=r"plain\.h5ad: expected a dense array of numbers in obsm\['X_cellmill'\], got no dense"
-    ):
-        read_embedding(plain, obs.index, "a" * 64, 4)
-    (tmp_path / "text.h5ad").write_text("no HDF5")
-    with pytest.raises(DataError, match=r"text\.h5ad: not an HDF5 file; run embed again"):
-        read_embedding(tmp_path / "text.h5ad", obs.index, "a" * 64, 4)
+            read_embedding(tmp_path / f"{name}.h5ad", names, digest * 64, width)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +271,7 @@ def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed
     capsys.readouterr()
     assert (_vectors(model, raw) == reference).all()
     assert "100.0% of counts on known genes" in capsys.readouterr().out
-    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1, "min_cells": 0}})
-    made = tmp_path / "made.h5ad"
-    preprocess.preprocess(options=options, input=raw, counts="X", dataset="d", out=made, report=tmp_path / "made.json")
+    made = preprocessed(raw, tmp_path / "made.h5ad", min_cells=0)
     assert (_vectors(model, made) == reference).all()
     assert (cellmill.load(model).embed(split) == reference).all()
 

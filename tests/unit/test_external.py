@@ -1,21 +1,30 @@
-"""External models: their options, what a command may write, and their rows beside the model's."""
+"""External models: their options, what a command may write, presets, and rows beside the model's."""
 
-import re
+import importlib
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import numpy as np
+import pandas as pd
 import pytest
 from pydantic import ValidationError
 
 from cellmill.cli import main
+from cellmill.config import load_config
 from cellmill.config.evaluate import Evaluate, command_words
+from cellmill.data.arrays import log_normalise
+from cellmill.data.inputs.formats import open_counts
+from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.task import TrainedCells, pca
 from cellmill.report.collect import read_run
 from cellmill.report.page import render, standings
-from tests.unit.evaluated import evaluate
+from tests.unit.evaluated import BRIDGES, evaluate
 
 SCRIPT = """
 import sys
@@ -86,16 +95,10 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             marks=pytest.mark.full,
         ),
         ("sys.exit()", "it ended well and wrote no file to {out}"),
-        ("open(sys.argv[2], 'w').write('no'); sys.exit()", "OUT: not an HDF5 file; evaluate.external.pca.command"),
-        (
-            "made = made[::-1].copy()",
-            "expected the N cells of {cells} in their order, got N; the first that differs is cell 1, LAST instead of "
-            "FIRST",
-        ),
         (
             "made = made[:5].copy()",
-            "expected the N cells of {cells} in their order, got 5; the first that differs is cell 6, no cell instead "
-            "of SIXTH",
+            "expected the ALL cells of {cells} in their order, got 5; the first that differs is cell 6, no cell "
+            "instead of SIXTH",
         ),
         (
             "made.obsm['X_emb'][2, 1] = np.nan",
@@ -103,7 +106,7 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             "every cell",
         ),
         ("del made.obsm['X_emb']", "expected a dense array of numbers in obsm['X_emb'] or X, got no dense array"),
-        ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected N rows in obsm['X_emb'], got shape (N, 0)"),
+        ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected ALL rows in obsm['X_emb'], got shape (ALL, 0)"),
     ],
 )
 def test_what_a_command_gets_wrong_is_one_line(
@@ -112,14 +115,10 @@ def test_what_a_command_gets_wrong_is_one_line(
     out = tmp_path / "made" / "out.h5ad"
     assert embed_external(command_of(tmp_path, change), corpus["cells"], out) == 2
     names = ad.read_h5ad(corpus["cells"]).obs_names
-    known = {"FIRST": names[0], "LAST": names[-1], "SIXTH": names[5], "THIRD": names[2]}
-    message = re.sub("|".join(known), lambda found: repr(known[found[0]]), message)
-    message = re.sub(r"\bN\b", str(len(names)), message)
+    for word, value in (("SIXTH", repr(names[5])), ("THIRD", repr(names[2])), ("ALL", str(len(names)))):
+        message = message.replace(word, value)
     [line] = capsys.readouterr().err.splitlines()  # that of the command is another process's
-    if message.startswith("OUT"):
-        assert line.endswith(message.removeprefix("OUT"))
-    else:
-        assert line == f"cellmill embed_external: evaluate.external.pca.command: {message}"
+    assert line == f"cellmill embed_external: evaluate.external.pca.command: {message}"
     assert list(out.parent.iterdir()) == []
 
 
@@ -152,23 +151,24 @@ TASKS = {
 }
 
 
-def evaluated(
-    corpus: dict[str, Path], out: Path, external: bool = True, files: list[Path] | None = None, **options: Any
-) -> dict[str, Any]:
-    """Evaluation with or without an external model, below the folder `out`."""
-    command, made = command_of(out.parent), out.parent / "made.h5ad"
-    if external and not made.exists():
-        assert embed_external(command, corpus["cells"], made) == 0
-    given = {"tasks": TASKS} | ({"external": {"pca": {"command": command}}} if external else {}) | options
-    beside = ([made] if external else []) if files is None else files
-    return evaluate(corpus, out / "evaluate" / "metrics.json", beside=beside, **given)
+def evaluated(corpus: dict[str, Path], out: Path, beside: list[Path], **options: Any) -> dict[str, Any]:
+    """Evaluation, below the folder `out`, with an external model beside."""
+    external = {"external": {"pca": {"command": command_of(out.parent)}}, "tasks": TASKS}
+    return evaluate(corpus, out / "evaluate" / "metrics.json", beside=beside, **external | options)
 
 
-def test_an_external_model_has_rows_beside_the_model_and_changes_no_verdict_and_no_gate(
-    corpus: dict[str, Path], tmp_path: Path
+@pytest.fixture
+def made(corpus: dict[str, Path], tmp_path: Path) -> Path:
+    """The embedding by the external model."""
+    assert embed_external(command_of(tmp_path), corpus["cells"], tmp_path / "made.h5ad") == 0
+    return tmp_path / "made.h5ad"
+
+
+def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
+    corpus: dict[str, Path], tmp_path: Path, made: Path
 ) -> None:
     pytest.importorskip("igraph", reason="task clustering requires igraph")
-    without, beside = (evaluated(corpus, tmp_path / name, name == "beside") for name in ("without", "beside"))
+    without, beside = evaluated(corpus, tmp_path / "a", [], external={}), evaluated(corpus, tmp_path / "b", [made])
     for task in TASKS:
         before, after = (metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside))
         added = [row for row in after["rows"] if row["kind"] == "external"]
@@ -181,22 +181,137 @@ def test_an_external_model_has_rows_beside_the_model_and_changes_no_verdict_and_
     probe = beside["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     best = {kind: max(row["accuracy_mean"] for row in probe if row["kind"] == kind) for kind in ("model", "external")}
     assert best["external"] > best["model"]  # components against random weights
-    with pytest.raises(ConfigError, match="no baseline 'external: pca'; there are: untrained"):
-        evaluated(corpus, tmp_path / "gate", tasks={"probe": {}}, gate=[{"task": "probe", "baseline": "external: pca"}])
-
-    run = read_run(tmp_path / "beside")
+    run = read_run(tmp_path / "b")
     standing = standings([run])[0]
     assert standing.row.startswith("embedding")
     assert standing.baseline is not None
     assert not standing.baseline[0].startswith("external")
     assert 'external: pca + kNN <span class="tag">external</span>' in render("Report", [run], [])
+    gate = [{"task": "probe", "baseline": "external: pca"}]
+    with pytest.raises(ConfigError, match="no baseline 'external: pca'; there are: untrained"):
+        evaluated(corpus, tmp_path / "gate", [made], tasks={"probe": {"seeds": 1}}, gate=gate)
 
 
 def test_files_of_external_models_pair_up_and_are_of_the_command(corpus: dict[str, Path], tmp_path: Path) -> None:
     message = "expected 1 --external for each of 1 --cells, for evaluate.external: pca; got 0 files"
     with pytest.raises(ConfigError, match=message):
-        evaluated(corpus, tmp_path / "none", files=[])
+        evaluated(corpus, tmp_path / "none", [])
     other = tmp_path / "other.h5ad"
     assert embed_external(command_of(tmp_path) + " --other", corpus["cells"], other) == 0
     with pytest.raises(DataError, match=r"other\.h5ad: made by model \w{12}, expected \w{12}; run embed again"):
-        evaluated(corpus, tmp_path / "other", files=[other])
+        evaluated(corpus, tmp_path / "other", [other])
+
+
+def run_harmony(corpus: dict[str, Path], out: Path, path: Path | None = None) -> Any:
+    """Run the preset in this Python, with modules of `path` before those of installed packages."""
+    given = [f"--cells={corpus['cells']}", f"--manifest={corpus['manifest']}", f"--out={out}"]
+    words = [sys.executable, "-W", "ignore", str(BRIDGES / "zoo_harmony.py"), *given]
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture
+def zoo_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BRIDGES))
+    return importlib.import_module("zoo_cells")
+
+
+def test_a_preset_is_fitted_on_training_cells_alone(corpus: dict[str, Path], zoo_cells: Any) -> None:
+    manifest = Manifest.read(corpus["manifest"])
+    mask = zoo_cells.training_cells(corpus["manifest"], "simulated", ad.read_h5ad(corpus["cells"]))
+    with open_counts(corpus["cells"]) as reader:
+        unseen, _ = TrainedCells([manifest], ["simulated"]).unseen("simulated", reader)
+    assert unseen.any()
+    assert manifest.splits["val"].n_obs
+    assert not (mask & unseen).any()
+    assert mask.sum() == manifest.splits["train"].n_obs
+    assert (~mask & ~unseen).sum() == manifest.splits["val"].n_obs
+
+
+def test_cells_of_another_dataset_have_no_training_cells(corpus: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy")
+    other = tmp_path / "other.h5ad"
+    other.symlink_to(corpus["cells"])
+    done = run_harmony(corpus | {"cells": other}, tmp_path / "out.h5ad")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "",
+        f"cellmill: other: preset harmony: expected training cells, got none in {corpus['manifest']}; lower "
+        "shard.test_frac\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise ValueError('of two\\nlines')", "harmonypy VERSION failed: ValueError: of two lines"),
+        ("return type('', (), {'Z_corr': given * float('nan')})", "expected finite numbers from harmonypy VERSION"),
+    ],
+)
+def test_the_last_line_says_what_is_wrong_and_no_file_is_written(
+    fault: str, message: str, corpus: dict[str, Path], tmp_path: Path
+) -> None:
+    version = pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy").__version__
+    (tmp_path / "harmonypy").mkdir()
+    text = f"def run_harmony(given, *args, **options):\n    {fault}"
+    (tmp_path / "harmonypy" / "__init__.py").write_text(text)
+    done = run_harmony(corpus, tmp_path / "made" / "out.h5ad", tmp_path)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"cellmill: simulated: preset harmony: {message.replace('VERSION', version)}")
+    assert not (tmp_path / "made").exists()
+
+
+def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so(
+    corpus: dict[str, Path], tmp_path: Path, zoo_cells: Any
+) -> None:
+    harmonypy = pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy")
+    out = tmp_path / "harmony.h5ad"
+    done = run_harmony(corpus, out)
+    assert (done.returncode, done.stderr) == (0, "")
+    cells, made = ad.read_h5ad(corpus["cells"]), ad.read_h5ad(out)
+    train = zoo_cells.training_cells(corpus["manifest"], "simulated", cells)
+    assert done.stdout.startswith(
+        f"simulated: preset harmony: harmonypy {harmonypy.__version__}, fitted on {train.sum()} training cells, "
+    )
+    profiles = log_normalise(cells.X)
+    fitted = pca(profiles[train].shape).fit(profiles[train])
+    frame = pd.DataFrame({"batch": cells.obs["batch"].astype(str).to_numpy()})
+    assert frame["batch"].nunique() == 2
+    expected = harmonypy.run_harmony(fitted.transform(profiles), frame, "batch", verbose=False, random_state=0)
+    np.testing.assert_allclose(made.obsm["X_cellmill"], np.asarray(expected.Z_corr), atol=1e-2)
+    assert made.obs_names.tolist() == cells.obs_names.tolist()
+
+    run = tmp_path / "run"
+    tasks = {"probe": {"seeds": 1}, "integration": {"neighbors": 15}}
+    options = {"tasks": tasks, "external": {"mixed": {"preset": "harmony"}}}
+    metrics = evaluate(corpus, run / "evaluate" / "metrics.json", beside=[out], **options)
+    for task in tasks:
+        rows = metrics["datasets"]["simulated"]["tasks"][task]["rows"]
+        names = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
+        assert names == {"external: mixed (transductive)"}
+    assert 'external: mixed (transductive) + kNN <span class="tag">external</span>' in render("", [read_run(run)], [])
+    options["external"] = {"mixed": {"preset": "scvi"}}
+    with pytest.raises(DataError, match="made by model harmony, expected scvi"):
+        evaluate(corpus, tmp_path / "other.json", beside=[out], **options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "datasets", "message"),
+    [
+        ("harmony", "[a]", "preset harmony corrects batches; name those of a in column batch of table.tsv"),
+        ("scvi", "[b]", "preset scvi is fitted on training cells; add b to corpora.one.datasets"),
+    ],
+)
+def test_a_preset_without_the_cells_or_batches_that_it_reads_is_refused_before_a_run(
+    preset: str, datasets: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("table.tsv").write_text("dataset\tpath\tbatch\na\ta.h5ad\t\nb\tb.h5ad\tdonor\n")
+    Path("config.yaml").write_text(
+        f"corpora: {{one: {{table: table.tsv, datasets: [a]}}}}\ntrain: {{steps: 1}}\nruns: {{r: {{corpus: one}}}}\n"
+        f"evaluate: {{datasets: {datasets}, external: {{x: {{preset: {preset}}}}}}}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_config(Path("config.yaml"))
+    assert str(raised.value) == f"config.yaml: runs.r.evaluate.external.x: {message}"

@@ -70,40 +70,36 @@ def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
 
 
 def test_all_genes_of_enough_drawn_cells_are_removed_by_default(tmp_path: Path, corpus: dict[str, Path]) -> None:
-    made = _made(corpus, tmp_path / "out.h5ad", cells=50, min_cells=25, null_genes=3, seed=4)
-    again = _made(corpus, tmp_path / "again.h5ad", cells=50, min_cells=25, null_genes=3, seed=4)
+    made, again, other = (
+        _made(corpus, tmp_path / f"{at}.h5ad", cells=50, min_cells=25, null_genes=3, seed=seed)
+        for at, seed in enumerate((4, 4, 5))
+    )
     assert made.n_obs == 50
     drawn = ad.read_h5ad(corpus["cells"])[made.obs_names]
     n_expressing = np.asarray((drawn.X > 0).sum(0)).ravel()
     assert {*made.var_names} == {*drawn.var_names[n_expressing >= 25]}
     assert (made.X != again.X).nnz == 0
-    assert (
-        made.obs_names.tolist()
-        != _made(corpus, tmp_path / "b.h5ad", cells=50, min_cells=25, null_genes=1, seed=5).obs_names.tolist()
-    )
+    assert made.obs_names.tolist() != other.obs_names.tolist()
 
 
 def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path: Path, corpus: dict[str, Path]) -> None:
     cells = ad.read_h5ad(corpus["cells"])
-    symbol = str(cells.var["symbol"].iloc[0])
-    with pytest.raises(
-        ConfigError, match=rf"^knock_out.genes: '{symbol}x' is not a gene of the model; did you mean '{symbol}'\?$"
-    ):
-        _made(corpus, tmp_path / "out.h5ad", genes=[f"{symbol}x"])
-    with pytest.raises(ConfigError, match=rf"did you mean '{symbol}'\?$"):
-        _made(corpus, tmp_path / "out.h5ad", genes=[symbol.lower()])
-    n = int((cells.X[:, 0] > 0).sum())
+    symbol, n = str(cells.var["symbol"].iloc[0]), int((cells.X[:, 0] > 0).sum())
+    known = rf" is not a gene of the model; did you mean '{symbol}'\?$"
     rare = f"^knock_out.genes: {symbol} has counts in {n} of the drawn cells, knock_out.min_cells is {cells.n_obs}; "
-    with pytest.raises(ConfigError, match=rare):
-        _made(corpus, tmp_path / "out.h5ad", genes=[symbol], min_cells=cells.n_obs)
-    with pytest.raises(DataError, match=r"no gene has counts in 9,999 of "):
-        _made(corpus, tmp_path / "out.h5ad", min_cells=9999)
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ConfigError, f"^knock_out.genes: '{symbol}x'{known}", {"genes": [f"{symbol}x"]}),
+        (ConfigError, f"'{symbol.lower()}'{known}", {"genes": [symbol.lower()]}),
+        (ConfigError, rare, {"genes": [symbol], "min_cells": cells.n_obs}),
+        (DataError, "no gene has counts in 9,999 of ", {"min_cells": 9999}),
+    ]
+    for error, message, section in cases:
+        with pytest.raises(error, match=message):
+            _made(corpus, tmp_path / "out.h5ad", **section)
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_gene_that_is_the_only_one_of_its_cells_has_no_shift_and_no_small_p(
-    tmp_path: Path, corpus: dict[str, Path]
-) -> None:
+def test_the_only_gene_of_a_cell_has_no_shift_and_no_small_p(tmp_path: Path, corpus: dict[str, Path]) -> None:
     """Without it these cells have no embedding, so nothing was compared."""
     cells = ad.read_h5ad(corpus["cells"])
     counts = cells.X.toarray()

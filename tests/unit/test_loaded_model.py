@@ -1,4 +1,4 @@
-"""A model in Python gives the vectors and labels that the commands write, whatever the batch and order of the cells."""
+"""A model in Python gives the vectors and labels that the commands write; labels that it does not know are named."""
 
 import subprocess
 import sys
@@ -10,13 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+import torch
 
 import cellmill
 from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.predict import MOST_NAMES, calibration_error, count_labels
+from cellmill.report.collect import read_run
+from cellmill.report.page import render
 from cellmill.stages import cells as predict
-from tests.unit.evaluated import embed, with_config
+from tests.unit.evaluated import embed, evaluate, export_classifier, with_config
 from tests.unit.exported import export_model
 
 
@@ -73,11 +77,6 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
     twice.write_h5ad(tmp_path / "twice.h5ad")
     embedded = ad.read_h5ad(embed(folder, tmp_path / "twice.h5ad", tmp_path / "out.h5ad"))
     assert (model.embed(twice) == np.asarray(embedded.obsm["X_cellmill"])).all()
-    few = raw[:3, :20].copy()
-    with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
-        model.embed(few, min_coverage_frac=0)
-    with pytest.raises(DataError, match=r"embed\.min_expressed_frac is 0\.9"):
-        model.embed(few, min_coverage_frac=0, min_expressed_frac=0.9)
     with pytest.raises(ConfigError, match="it predicts no labels"):
         model.predict(raw)
 
@@ -85,30 +84,28 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
 def test_labels_are_those_of_the_command(
     tmp_path: Path, simulated: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells, levels = simulated, {"cell_type": ("a", "b", "c", "<missing>")}
-    classify: dict[str, Any] = {"objective": "classification", "label_column": "cell_type", "levels": levels}
-    folder = export_model(tmp_path / "model", folder / "vocabulary.tsv", seed=1, **classify)
-    with_config(folder, classifier={"label_column": "cell_type", "labels": ["a", "b", "c"], "calibration": None})
-    arguments = ["predict", "--model", str(folder), "--input", str(cells), "--out", str(tmp_path / "by_hand.h5ad")]
-    model = cellmill.load(folder)
-    given: dict[str, Any] = {"min_probability": 0.45}
-    for flags, options in (([], {}), (["--min-probability", "0.45"], given)):  # the same default, the same threshold
-        assert main([*arguments, *flags]) == 0
-        by_hand = ad.read_h5ad(tmp_path / "by_hand.h5ad").obs["cellmill_label"]
-        assert list(model.predict(ad.read_h5ad(cells), **options).labels) == list(by_hand)
-    assert 0 < (by_hand == "unknown").sum() < len(by_hand)
-    few = ad.read_h5ad(cells)[:9, :20].copy()
+    folder = export_classifier(tmp_path / "model", folder / "vocabulary.tsv", "cell_type", ["a", "b", "c"])
+    few, out, model = ad.read_h5ad(simulated)[:9, :20].copy(), tmp_path / "out.h5ad", cellmill.load(folder)
     few.write_h5ad(tmp_path / "few.h5ad")
-    arguments[4] = str(tmp_path / "few.h5ad")
+
+    def run(stage: str, cells: Path, *flags: str) -> str:
+        """What the command prints, or its error."""
+        code = main([stage, "--model", str(folder), "--input", str(cells), "--out", str(out), *flags])
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    for flags, options in (([], {}), (["--min-probability", "0.45"], {"min_probability": 0.45})):
+        run("predict", simulated, *flags)
+        labels, written = model.predict(ad.read_h5ad(simulated), **options).labels, ad.read_h5ad(out)
+        assert list(labels) == list(written.obs["cellmill_label"])
+    assert 0 < (labels == "unknown").sum() < len(labels)
     for stage in ("embed", "predict"):
-        assert main([stage, *arguments[1:], "--min-expressed-frac", "0.9"]) == 2
-        assert "embed.min_expressed_frac is 0.9; " in capsys.readouterr().err
-    assert main([*arguments, "--min-coverage-frac", "2"]) == 2
-    assert capsys.readouterr().err == (
+        assert "embed.min_expressed_frac is 0.9; " in run(stage, tmp_path / "few.h5ad", "--min-expressed-frac", "0.9")
+    assert run("predict", tmp_path / "few.h5ad", "--min-coverage-frac", "2") == (
         "cellmill predict: the command: embed.min_coverage_frac: input should be less than or equal to 1, got '2'\n"
     )
-    assert main([*arguments, "--min-coverage-frac", "0"]) == 0
-    assert "few: warning: it measures 20 of the model's" in capsys.readouterr().out
+    printed = run("predict", tmp_path / "few.h5ad", "--min-coverage-frac", "0")
+    assert "few: warning: it measures 20 of the model's" in printed
     with pytest.warns(UserWarning, match=r"^adata: it measures 20 of the model's"):
         model.predict(few, min_coverage_frac=0)
 
@@ -155,3 +152,153 @@ def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path, folder: Path) -> N
     (tmp_path / "run" / "model").symlink_to(folder)
     with pytest.raises(DataError, match=rf"run: this is the folder of a run; its model is {tmp_path}/run/model$"):
         cellmill.load(tmp_path / "run")
+
+
+LABELS = ["T cell", "B cell"]
+
+
+def _cells(folder: Path, corpus: dict[str, Path], kinds: list[Any]) -> Path:
+    """The cells with `kinds` in turn in obs column `kind`; without the column if there are none."""
+    adata = ad.read_h5ad(corpus["cells"])
+    if kinds:
+        adata.obs["kind"] = pd.Categorical([kinds[i % len(kinds)] for i in range(adata.n_obs)])
+    adata.write_h5ad(folder / "cells.h5ad")
+    return folder / "cells.h5ad"
+
+
+def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
+    embedding = embed(model, cells, folder / "embedding" / "cells.h5ad")
+    files, out = {**corpus, "model": model, "cells": cells, "embedding": embedding}, folder / "run" / "evaluate"
+    metrics = evaluate(files, out / "metrics.json", "-", tasks={"reconstruct": {}}, cells="all")
+    result: dict[str, Any] = metrics["datasets"]["cells"]["tasks"]["reconstruct"]
+    return result
+
+
+def test_evaluation_measures_calibration_with_the_exported_temperature(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    calibration = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
+    model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS, calibration=calibration)
+    cells = _cells(tmp_path, corpus, LABELS)
+    figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
+    predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
+    right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
+    expected = calibration_error(predicted.obs["cellmill_probability"].astype(np.float64), right.astype(np.float64))
+    assert figures["calibration_error"] == pytest.approx(expected, abs=1e-5)
+    assert figures["temperature"] == 0.25
+    assert figures["calibration_error_uncalibrated"] < figures["calibration_error"]  # random weights, made surer
+
+
+def test_evaluation_names_labels_that_the_model_does_not_know(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = _cells(tmp_path, corpus, ["T cell", "HSC", "HSC", None, "B cell", "Mast"])
+    n = {kind: int(count) for kind, count in ad.read_h5ad(cells).obs["kind"].value_counts().items()}
+    model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS)
+    result = _reconstruct(corpus, tmp_path, model, cells)
+    assert "\ncells: 100.0% of counts on known genes\n" in capsys.readouterr().out
+    assert result["figures"]["n_targets"] == n["T cell"] + n["B cell"]
+    assert result["figures"]["unknown_labels"] == {"HSC": n["HSC"], "Mast": n["Mast"]}
+    assert result["figures"]["n_cells_of_unknown_labels"] == n["HSC"] + n["Mast"]
+    sentence = (
+        f"classification of kind: {n['HSC'] + n['Mast']} of {sum(n.values())} labelled cells have a label that the "
+        f"model does not know: 'HSC' {n['HSC']}, 'Mast' {n['Mast']}; such cells are not judged."
+    )
+    assert result["sentences"][-1] == sentence
+    assert len(result["sentences"]) == 2
+    assert sentence.replace("'", "&#39;") in render("x", [read_run(tmp_path / "run")], [])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "problem"),
+    [
+        (
+            ["t", "b"],
+            "none of 600 labelled cells has a label that the model knows: expected T cell, B cell; "
+            "got 'b' 300, 't' 300",
+        ),
+        ([None], "no cell has a label"),
+        ([], "the file has no such obs column"),
+    ],
+)
+def test_evaluation_says_that_it_judges_no_cell(
+    tmp_path: Path, corpus: dict[str, Path], kinds: list[Any], problem: str
+) -> None:
+    parts = {"kind": {"name": "classification", "label_column": "kind"}}
+    model = export_model(
+        tmp_path / "model", corpus["vocabulary"], levels={"kind": (*LABELS, "<missing>")}, objective="sum", parts=parts
+    )
+    with_config(model, classifier={"label_column": "kind", "labels": LABELS, "calibration": None})
+    result = _reconstruct(corpus, tmp_path, model, _cells(tmp_path, corpus, kinds))
+    assert result["figures"]["kind.n_targets"] == 0
+    assert ("kind.unknown_labels" in result["figures"]) == (kinds == ["t", "b"])
+    assert result["sentences"] == [f"classification of kind: {problem}; no cell is judged."]
+
+
+@pytest.mark.parametrize("smallest", [None, 0.6])
+def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
+    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str], smallest: float | None
+) -> None:
+    model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS)
+    cells = _cells(tmp_path, corpus, ["T cell", "unknown", None, "B cell"])
+    options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": smallest}})
+    predict.predict(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
+    known, n_other = obs["kind"].isin(LABELS), (obs["kind"] == "unknown").sum()
+    equal = int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum())
+    lines = capsys.readouterr().out.splitlines()
+    assert "cells: 100.0% of counts on known genes" in lines
+    assert (
+        f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
+        f"({equal / known.sum():.3f})"
+    ) in lines
+    assert (
+        f"cells: warning: obs column kind: {n_other} of {known.sum() + n_other} labelled cells have a label that the "
+        f"model does not know: 'unknown' {n_other}"
+    ) in lines
+
+
+def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shards() -> None:
+    kinds = np.repeat(np.arange(30.0), np.arange(1, 31))
+    obs = pd.DataFrame({"kind": [*kinds, np.nan]}, index=[str(i) for i in range(len(kinds) + 1)])
+    counts = count_labels(obs, "one", "kind", ["29"])
+    line = counts.problem
+    assert line is not None
+    assert line.startswith(
+        "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"
+    )
+    assert line.endswith("'9' 10 and 9 more")
+    assert list(counts.numbers()["unknown_labels"]) == [str(i) for i in range(28, 28 - MOST_NAMES, -1)]
+    assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "in-scanpy.py"
+
+
+def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expected(
+    simulated: Path, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scanpy", reason="the package scanpy is not installed")
+    monkeypatch.chdir(tmp_path)
+    cells, runs = tmp_path / "data" / "demo" / "pbmc68k.h5ad", tmp_path / "results" / "runs"
+    for path in (cells, runs / "demo" / "model"):
+        path.parent.mkdir(parents=True)
+    cells.symlink_to(simulated)
+    (runs / "demo" / "model").symlink_to(corpus["model"])
+    genes = corpus["model"] / "vocabulary.tsv"
+    export_classifier(runs / "annotator" / "model", genes, "cell_type", ["a", "b", "c"])
+    threads = torch.get_num_threads()
+    exec(compile(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name, "exec"), {})
+    made, before = ad.read_h5ad("analysed.h5ad"), ad.read_h5ad(simulated)
+    np.testing.assert_array_equal(made.X.toarray(), before.X.toarray())
+    torch.set_num_threads(threads)  # numba, in UMAP, has set all cores, with which sums may end in another bit
+    assert main(["embed", "--model", str(corpus["model"]), "--input", str(simulated), "--out", "embedded.h5ad"]) == 0
+    embedded = ad.read_h5ad("embedded.h5ad")
+    np.testing.assert_array_equal(made.obsm["X_cellmill"], embedded.obsm["X_cellmill"])
+    assert made.uns["cellmill"]["model_digest"] == embedded.uns["cellmill"]["model_digest"]
+    assert made.uns["neighbors"]["params"]["use_rep"] == "X_cellmill"
+    assert made.obsp["connectivities"].shape == (made.n_obs, made.n_obs)
+    assert made.obsm["X_umap"].shape == (made.n_obs, 2)
+    probabilities = made.obsm["cellmill_probabilities"]
+    best = np.array(made.uns["cellmill_prediction"]["labels"])[probabilities.argmax(1)]
+    expected = np.where(probabilities.max(1) < 0.5, "unknown", best)
+    np.testing.assert_array_equal(made.obs["cellmill_label"], expected)
+    assert len({*expected}) > 1

@@ -12,18 +12,16 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.task import Context
+from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.changes import CO_EXPRESSION, HeldOut, of_new_contexts, of_new_perturbations
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
-from tests.unit.evaluated import make_context
 
 CONFIG = PerturbationConfig(min_cells=4, seeds=2, top_genes=5)
 
 
 @pytest.fixture(scope="module")
-def screen(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
+def screen(context: Context) -> Context:
     """Five perturbations and controls in two batches; two of the perturbations were not trained on."""
-    context = make_context(tmp_path_factory.mktemp("screen"), simulated)
     names = [*context.model.vocabulary.symbols[:4], "unheard", "control"]
     perturbation = pd.Series([names[cell % 6] for cell in range(context.reader.n_obs)])
     scored = perturbation.isin(names[3:5]).to_numpy()
@@ -46,24 +44,16 @@ def test_scores_of_changes_by_hand() -> None:
     assert scores["discrimination"][[0, 2]].tolist() == [1, 0.5]
 
 
-def test_predictions_read_nothing_of_the_tested_units() -> None:
+def test_predictions_are_means_of_training_units_by_hand() -> None:
     rng = np.random.default_rng(0)
     changes, features = rng.normal(size=(8, 30)), {"f": rng.normal(size=(8, 3))}
     features["f"][[1, 6]] = np.nan
     names, states = np.array(list("ababcabd")), rng.normal(size=(8, 30))
     train, test = np.arange(5), np.arange(5, 8)
-    other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
-    for first, second in (
-        tuple(of_new_perturbations(of, train, test, features, 2) for of in (changes, other)),
-        (of_new_contexts(changes, train, test, names, states), of_new_contexts(other, train, test, names, states)),
-    ):
-        assert list(first) == list(second)
-        for name, predicted in first.items():
-            np.testing.assert_array_equal(predicted, second[name])
     found = of_new_perturbations(changes, train, test, features, 2)
     np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))  # no features: the mean
-    assert all((row == changes[[0, 2, 3, 4]]).all(1).any() for row in found["f + nearest"][[0, 2]])
-    has = changes[[0, 2, 3, 4]]  # two of the four with features
+    has = changes[[0, 2, 3, 4]]
+    assert all((row == has).all(1).any() for row in found["f + nearest"][[0, 2]])
     pairs = {tuple((a + b) / 2) for number, a in enumerate(has) for b in has[number + 1 :]}
     assert all(any(np.allclose(row, pair) for pair in pairs) for row in found["f + kNN"][[0, 2]])
     one = of_new_perturbations(changes, train, test, features, 1)
@@ -73,6 +63,9 @@ def test_predictions_read_nothing_of_the_tested_units() -> None:
     contexts = of_new_contexts(changes, train, test, names, states)
     np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
     np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))  # d is new
+    other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
+    for name, predicted in of_new_contexts(other, train, test, names, states).items():
+        np.testing.assert_array_equal(predicted, contexts[name], "of expression of tested units")
 
 
 def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
@@ -90,13 +83,12 @@ def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
 
 def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
-    assert held is not None
     profiles = held.profiles
     assert len(held.group) == 5
     assert set(held.group[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     # the first cell of an untrained perturbation has no stratum: its other cells count
     none = np.where(np.arange(len(profiles.stratum)) == held.unit_of_cell.tolist().index(3), -1, profiles.stratum)
-    without = HeldOut.of_profiles(screen, CONFIG, "perturbation", replace(profiles, stratum=none))
+    without = HeldOut.of(screen, CONFIG, "perturbation", replace(profiles, stratum=none))
     assert (without.group.tolist(), without.unseen.tolist()) == (held.group.tolist(), held.unseen.tolist())
     known = profiles.expression.toarray()
     half = profiles.half
@@ -113,7 +105,6 @@ def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_contro
 def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen: Context) -> None:
     task = Perturbation(CONFIG)
     result = task.run(screen)
-    assert result.skipped is None
     assert result.figures["perturbation_folds"] == 1
     assert result.figures["perturbation_perturbations_tested"] == 2
     assert result.figures["perturbation_perturbations_with_a_gene"] == 4
@@ -123,35 +114,36 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     assert rows["embedding of genes + linear"]["kind"] == "model"
     assert result.metric == "Pearson, new perturbation"
     assert {verdict.against for verdict in result.verdicts}.isdisjoint({"split halves"})
-    [error] = [verdict for verdict in result.verdicts if verdict.metric == "mean absolute error, new perturbation"]
+    error = next(verdict for verdict in result.verdicts if verdict.metric == "mean absolute error, new perturbation")
     means = {row["name"]: row["MAE, new perturbation_mean"] for row in result.rows if row["kind"] == "baseline"}
     assert means[error.against] == min(means.values())
     assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}  # two perturbations are tested
     json.dumps(result.to_json(), allow_nan=False)
     assert {gap.model for gap in result.gaps} == {None}
-    folds = task.run(replace(screen, scored=np.ones_like(screen.scored)))
-    gaps = {gap.column: gap for gap in folds.gaps}
-    assert {gap.ceiling[0] for gap in folds.gaps} == {"split halves"}
+    for change, reason in (
+        ({"scored": np.zeros_like(screen.scored)}, r"shard\.split_by"),
+        ({"roles": {"batch": screen.roles["batch"]}}, r"^the dataset has no perturbation and control columns$"),
+    ):
+        with pytest.raises(Skipped, match=reason):
+            task.run(replace(screen, **change))
+
+
+def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_folds(screen: Context) -> None:
+    result = Perturbation(CONFIG).run(replace(screen, scored=np.ones_like(screen.scored)))
+    rows, gaps = {row["name"]: row for row in result.rows}, {gap.column: gap for gap in result.gaps}
+    assert (result.figures["perturbation_folds"], result.figures["batch_folds"]) == (2 * 3, 2)
+    assert {"same perturbation + mean", "mean"} <= set(rows)
+    assert {gap.ceiling[0] for gap in result.gaps} == {"split halves"}
     assert gaps["Pearson, new perturbation"].zero[0] == "mean"
-    table = {row["name"]: row["MAE, new perturbation_mean"] for row in folds.rows}
     name, error = gaps["MAE, new perturbation"].zero
-    assert error == pytest.approx(min(table["mean"], table["no change"])) == pytest.approx(table[name])
-    assert folds.figures["perturbation_folds"] == 2 * 3
-    assert folds.figures["batch_folds"] == 2
-    assert {"same perturbation + mean", "mean"} <= {row["name"] for row in folds.rows}
-    none = task.run(replace(screen, scored=np.zeros_like(screen.scored)))
-    assert none.skipped is not None
-    assert "shard.split_by" in none.skipped
-    top = next(row for row in folds.rows if row["name"] == "best other perturbation")
-    assert top["kind"] == "ceiling"
-    assert all(top[f"Pearson, new {role}_mean"] is None for role in ("batch",))
-    unknown = task.run(replace(screen, roles={"batch": screen.roles["batch"]}))
-    assert unknown.skipped == "the dataset has no perturbation and control columns"
+    trivial = {name: rows[name]["MAE, new perturbation_mean"] for name in ("mean", "no change")}
+    assert error == pytest.approx(min(trivial.values())) == pytest.approx(trivial[name])
+    assert rows["best other perturbation"]["kind"] == "ceiling"
+    assert rows["best other perturbation"]["Pearson, new batch_mean"] is None
 
 
 def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
-    assert held is not None
     profiles, found = held.profiles, held.features[CO_EXPRESSION]
     starts = profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
     spread = starts.std(0)
@@ -174,7 +166,7 @@ def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: 
     np.testing.assert_array_equal(other.features[CO_EXPRESSION], found)
 
 
-def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with_the_mean(
+def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_mean(
     screen: Context, tmp_path: Path
 ) -> None:
     symbols, ids = screen.model.vocabulary.symbols, screen.model.vocabulary.gene_ids
@@ -185,7 +177,6 @@ def test_a_prior_has_vectors_of_genes_that_no_cell_measures_and_is_compared_with
     table.write_text("gene\ta\tb\n" + "".join("\t".join(map(str, line)) + "\n" for line in lines))
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
     held = HeldOut.of(context, config, "perturbation")
-    assert held is not None
     vectors = dict(zip(held.perturbation, held.features["prior string"]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     assert vectors["TP53"].tolist() == [4, 4]  # found by the id of its gene, which the vocabulary lacks
@@ -221,8 +212,3 @@ def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {"f": features}, 3)
     error = {name: np.abs(values - changes[24:]).mean() for name, values in found.items()}
     assert error["f + linear"] < 0.15 < error["f + kNN"] < error["mean"]
-
-
-def test_a_prior_has_a_name_that_a_row_can_have() -> None:
-    with pytest.raises(ValueError, match=r"'a \+ b' is no name; use letters"):
-        PerturbationConfig.model_validate({"name": "perturbation", "priors": {"a + b": "x.tsv"}})

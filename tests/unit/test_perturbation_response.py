@@ -11,6 +11,7 @@ from scipy.stats import poisson
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
+from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.build import build
@@ -18,8 +19,6 @@ from cellmill.models.export import initial_tensors
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import fitted
 from tests.models import KEYS, initialized, random_cells, spec, train_options
-from tests.unit.evaluated import make_context
-from tests.unit.exported import make_corpus
 
 N_GENES = 30
 LEVELS = {"assay": ("a", "b"), "guide": ("A", "A+B", "control", "unnamed", "<missing>")}
@@ -96,9 +95,7 @@ def test_expected_logarithms_are_those_of_poisson_counts() -> None:
     np.testing.assert_allclose(expected_log_expression(shares, depth)[1], exact, atol=1e-9)
 
 
-def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path, simulated: Path) -> None:
-    corpus = make_corpus(tmp_path, simulated)
-    context = make_context(tmp_path / "other", simulated)
+def test_a_training_finds_the_genes_that_levels_are_named_after(context: Context, corpus: dict[str, Path]) -> None:
     vocabulary = context.model.vocabulary
 
     class Shards:
@@ -113,8 +110,7 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path, 
     assert fitted(found, Path(corpus["vocabulary"]), Shards()) == found  # type: ignore[arg-type]
 
 
-def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(tmp_path: Path, simulated: Path) -> None:
-    context = make_context(tmp_path, simulated)
+def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context: Context) -> None:
     n = context.model.vocabulary.n_genes
     tokens = context.model.tokens
     model = build(spec(n, tokens, LEVELS, **{"family": "profile", "hidden": 16, "layers": 1} | OPTIONS))

@@ -19,12 +19,7 @@ from cellmill.evaluate.tasks.reconstruct import Reconstruct
 from cellmill.parallel.mesh import set_tf32
 from cellmill.planner.devices import DEVICES, check_precision
 from tests.models import train_options
-from tests.unit.evaluated import embed, make_context
-
-
-@pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Context:
-    return make_context(tmp_path_factory.mktemp("precision"), simulated)
+from tests.unit.evaluated import embed
 
 
 def near_and_not_equal(rounded: np.ndarray, exact: np.ndarray) -> None:
@@ -35,11 +30,10 @@ def near_and_not_equal(rounded: np.ndarray, exact: np.ndarray) -> None:
     assert 1e-5 * scale < np.abs(rounded - exact).mean() < 0.03 * scale
 
 
-def test_embeddings_in_bfloat16_are_near_those_in_float32(context: Context, tmp_path: Path) -> None:
-    folder = context.reader.path.parents[1]
+def test_embeddings_in_bfloat16_are_near_those_in_float32(corpus: dict[str, Path], tmp_path: Path) -> None:
     vectors = {}
     for precision in ("32-true", "bf16-mixed"):
-        out = embed(folder / "model", context.reader.path, tmp_path / f"{precision}.h5ad", precision=precision)
+        out = embed(corpus["model"], corpus["cells"], tmp_path / f"{precision}.h5ad", precision=precision)
         written = ad.read_h5ad(out)
         assert written.uns["cellmill"]["precision"] == precision
         vectors[precision] = np.asarray(written.obsm["X_cellmill"])  # type: ignore[arg-type]

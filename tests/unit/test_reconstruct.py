@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.evaluate import embed
 from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult, read_gene_statistics
 from cellmill.evaluate.tasks import reconstruct
-from cellmill.models.export import load_model
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.verdict import sentence
-from tests.unit.exported import export_model
+from tests.unit.evaluated import make_context
 
 
 def _objective(name: str) -> Any:
@@ -39,18 +36,12 @@ def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
     return replace(model, network=network)
 
 
-def _load(folder: Path, corpus: dict[str, Path], tokenizer: str, objective: str) -> EvaluatedModel:
-    exported = export_model(folder, corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective)
-    network, vocabulary, config = load_model(exported)
-    tokens = Tokens.model_validate(config["tokens"])
-    return EvaluatedModel(network, config, vocabulary, tokens, Manifest.read(corpus["manifest"]), seed=0)
+def _model(folder: Path, corpus: dict[str, Path], tokenizer: str, objective: str) -> EvaluatedModel:
+    return make_context(folder, corpus, tokens={"tokenizer": tokenizer}, objective=objective).model
 
 
-def _judged(corpus: dict[str, Path], model: EvaluatedModel, **options: Any) -> TaskResult:
-    with open_counts(corpus["cells"]) as reader:
-        scored = np.arange(reader.n_obs) % 2 == 0
-        context = Context("simulated", reader, scored, np.zeros((0, 16)), {}, model, Evaluate(seed=3))
-        return reconstruct.Reconstruct(ReconstructConfig(**options)).run(context)
+def _judged(context: Context, model: EvaluatedModel, **options: Any) -> TaskResult:
+    return reconstruct.Reconstruct(ReconstructConfig(**options)).run(replace(context, model=model))
 
 
 def test_means_and_frequencies_are_those_of_the_training_shards_alone(corpus: dict[str, Path]) -> None:
@@ -94,23 +85,18 @@ def test_masked_genes_are_judged_against_their_frequency() -> None:
     ]
 
 
-@pytest.mark.parametrize(("noise", "text"), [(0.1, "is ahead of {} by 0.990"), (2.0, "is behind {} by 3.000")])
-def test_the_verdict_compares_with_the_gene_mean(noise: float, text: str) -> None:
-    targets = np.array([1.0, -1.0])
-    train = GeneStatistics(np.array([2]), np.array([0.0]), 0.0, 2)
-    _, verdicts = _objective("masked_value").judge(np.array([0, 0]), targets, targets + noise, train=train)
-    against = text.format("the gene's training mean")
-    assert [sentence(verdict) for verdict in verdicts] == [f"prediction of masked values {against} R²."]
-
-
-def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, corpus: dict[str, Path]) -> None:
-    model = _load(tmp_path / "model", corpus, "continuous", "masked_value")
+def test_perfect_answers_score_one_and_gene_means_zero(
+    tmp_path: Path, corpus: dict[str, Path], context: Context
+) -> None:
+    model = _model(tmp_path, corpus, "continuous", "masked_value")
     mean = torch.from_numpy(model.gene_statistics.mean).float()
-    perfect = _judged(corpus, _answering(model, lambda rows, answers: answers))
+    perfect = _judged(context, _answering(model, lambda rows, answers: answers))
     assert perfect.figures["r2_over_gene_mean"] == pytest.approx(1)
     assert perfect.figures["pearson_gene_centred"] == pytest.approx(1)
-    assert [verdict.outcome for verdict in perfect.verdicts] == ["ahead"]
-    by_mean = _judged(corpus, _answering(model, lambda rows, answers: mean[rows]))
+    assert [sentence(verdict) for verdict in perfect.verdicts] == [
+        "prediction of masked values is ahead of the gene's training mean by 1.000 R²."
+    ]
+    by_mean = _judged(context, _answering(model, lambda rows, answers: mean[rows]))
     assert by_mean.figures["r2_over_gene_mean"] == pytest.approx(0, abs=1e-5)
     assert [verdict.outcome for verdict in by_mean.verdicts] == ["level"]
     assert by_mean.figures["n_cells"] == 300
@@ -126,30 +112,31 @@ def test_perfect_answers_score_one_and_gene_means_score_zero(tmp_path: Path, cor
     ],
 )
 def test_masks_are_the_same_in_every_run_and_packing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: dict[str, Path], tokenizer: str, objective: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    corpus: dict[str, Path],
+    context: Context,
+    tokenizer: str,
+    objective: str,
 ) -> None:
-    model = _load(tmp_path / "model", corpus, tokenizer, objective)
-    reference = _judged(corpus, model).figures
+    model = _model(tmp_path, corpus, tokenizer, objective)
+    reference = _judged(context, model).figures
     monkeypatch.setattr(embed, "ROW_BLOCK", 50)
     monkeypatch.setattr(reconstruct, "TOKEN_BUDGET", 300)
-    again = _judged(corpus, model).figures
-    assert again == {
-        key: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value for key, value in reference.items()
-    }
+    assert _judged(context, model).figures == pytest.approx(reference, abs=1e-5)
 
 
-def test_options_of_the_objective_may_be_changed_for_judging(tmp_path: Path, corpus: dict[str, Path]) -> None:
-    model = _load(tmp_path / "model", corpus, "continuous", "masked_value")
-    as_trained = _judged(corpus, model).figures
-    assert _judged(corpus, model, objective={"mask_frac": 0.15}).figures == as_trained
-    more = _judged(corpus, model, objective={"mask_frac": 0.45}).figures
+def test_options_of_the_objective_may_be_changed_for_judging_but_not_trained_parameters(
+    tmp_path: Path, corpus: dict[str, Path], context: Context
+) -> None:
+    model = _model(tmp_path / "value", corpus, "continuous", "masked_value")
+    as_trained = _judged(context, model).figures
+    assert _judged(context, model, objective={"mask_frac": 0.15}).figures == as_trained
+    more = _judged(context, model, objective={"mask_frac": 0.45}).figures
     assert more["n_targets"] == pytest.approx(3 * as_trained["n_targets"], rel=0.1)
     message = r"^evaluate\.tasks\.reconstruct\.objective: unknown key 'mask_fraq'; did you mean 'mask_frac'\?$"
     with pytest.raises(ConfigError, match=message):
-        _judged(corpus, model, objective={"mask_fraq": 0.1})
-
-
-def test_a_change_of_the_trained_parameters_is_refused(tmp_path: Path, corpus: dict[str, Path]) -> None:
-    model = _load(tmp_path, corpus, "continuous", "cell_decoding")
+        _judged(context, model, objective={"mask_fraq": 0.1})
+    decoding = _model(tmp_path / "decoding", corpus, "continuous", "cell_decoding")
     with pytest.raises(ConfigError, match=r"{'decoder_hidden': 7}, which changes decoder\.0\.bias"):
-        _judged(corpus, model, objective={"decoder_hidden": 7})
+        _judged(context, decoding, objective={"decoder_hidden": 7})

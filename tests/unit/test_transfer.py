@@ -17,10 +17,11 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from tests.unit.evaluated import embed, evaluate, make_context, make_evaluated, regression
+from tests.unit.evaluated import embed, evaluate, regression
 
 IDS = ["CL:0000084", "CL:0000236", "CL:0000576", "CL:0000540"]  # T cell, B cell, monocyte, neuron
 LINEAR = "all shared genes + logistic regression, unscaled"
@@ -30,8 +31,8 @@ Change = Callable[[ad.AnnData], Any]
 class Datasets:
     """Simulated cells in two files, `one` and `two`, under evaluation by a model of random weights."""
 
-    def __init__(self, folder: Path, simulated: Path) -> None:
-        self.files = make_evaluated(folder, simulated)
+    def __init__(self, corpus: dict[str, Path]) -> None:
+        self.files = corpus
         cells = ad.read_h5ad(self.files["cells"])
         cells.obs["type_id"] = np.array(IDS)[cells.obs["cell_type"].cat.codes]
         self.cells = {"one": cells[:200].copy(), "two": cells[200:400].copy()}
@@ -61,8 +62,8 @@ class Datasets:
 
 
 @pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Datasets:
-    return Datasets(tmp_path_factory.mktemp("transfer"), simulated)
+def datasets(corpus: dict[str, Path]) -> Datasets:
+    return Datasets(corpus)
 
 
 def half(cells: ad.AnnData) -> ad.AnnData:
@@ -73,24 +74,22 @@ def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
 
 
-def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_genes_of_both(
-    datasets: Datasets, tmp_path: Path
-) -> None:
+def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(datasets: Datasets, tmp_path: Path) -> None:
     found = datasets.evaluate(tmp_path / "evaluate", half)
     assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
     result = found["two"]["transfer"]
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
     labels = [datasets.cells[name].obs["cell_type"].astype(str).to_numpy() for name in ("one", "two")]
-    fitted = regression(sparse=True).fit(profiles[0], labels[0])
-    predicted = fitted.predict(profiles[1])
-    row = _rows(result)[LINEAR]
+    predicted = regression(sparse=True).fit(profiles[0], labels[0]).predict(profiles[1])
+    rows = _rows(result)
+    row = rows[LINEAR]
     assert row["accuracy_mean"] == pytest.approx((predicted == labels[1]).mean())
     assert row["macro_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="macro"))
     assert row["weighted_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="weighted"))
     assert 0.3 < row["accuracy_mean"] < 1
     figures = result["figures"]
     assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (profiles[0].shape[1], 200, 200)
-    assert {name.partition(" + ")[0] for name in _rows(result)} == {
+    assert {name.partition(" + ")[0] for name in rows} == {
         "embedding",
         "embedding, full panel",
         "untrained",
@@ -103,23 +102,15 @@ def test_scores_are_those_of_a_classifier_fitted_on_the_other_dataset_over_the_g
     }
     assert result["metric"] == "accuracy"
     assert "nearness_mean" not in row
-    page = render("r", [read_run(tmp_path)], [])
-    assert "transfer" in page
-    assert result["sentences"][0] in html.unescape(page)
+    assert result["sentences"][0] in html.unescape(render("r", [read_run(tmp_path)], []))
     assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
     assert [gap["column"] for gap in result["gaps"]] == ["accuracy", "macro_f1", "weighted_f1"]
     name, accuracy = result["gaps"][0]["zero"]
-    largest = max((labels[1] == label).mean() for label in labels[1])
     assert name in ("majority", "largest class")
-    assert accuracy == pytest.approx(largest)
-
-
-def test_the_model_sees_the_shared_genes_alone_and_its_full_panel_is_in_no_verdict(
-    datasets: Datasets, tmp_path: Path
-) -> None:
-    found = datasets.evaluate(tmp_path / "wide", half)["two"]["transfer"]
+    assert accuracy == pytest.approx(max((labels[1] == label).mean() for label in labels[1]))
+    # the model sees the shared genes alone; its vectors of all genes are in no verdict
     cut = datasets.evaluate(tmp_path / "cut", half, one=half(datasets.cells["one"]))["two"]["transfer"]
-    rows, narrow = _rows(found), _rows(cut)
+    narrow = _rows(cut)
     wide = {name for name in rows if name.startswith("embedding, full panel + ")}
     assert {rows[name]["kind"] for name in wide} == {"variant"}
     assert len(wide) == 3
@@ -127,8 +118,8 @@ def test_the_model_sees_the_shared_genes_alone_and_its_full_panel_is_in_no_verdi
     assert {name: rows[name] for name in narrow} == narrow
     own = "embedding + logistic regression"
     assert rows[own] != rows[own.replace(" +", ", full panel +")] | {"name": own, "kind": "model"}
-    assert found["sentences"] == cut["sentences"]
-    assert {line["compared"] for line in found["differences"]} == {name for name in rows if "embedding" in name}
+    assert result["sentences"] == cut["sentences"]
+    assert {line["compared"] for line in result["differences"]} == {name for name in rows if "embedding" in name}
 
 
 @pytest.mark.full
@@ -138,8 +129,7 @@ def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_pa
     assert both[0] == both[1]
 
 
-def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Path) -> None:
-    context = make_context(tmp_path, simulated)
+def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     cells = np.arange(100), np.arange(100, 180)
     fitted, tested = (CellGroup.of(context, context.roles["label"], among) for among in cells)
     genes = shared_genes([fitted, tested])
@@ -154,28 +144,6 @@ def test_tested_cells_do_not_reach_what_is_fitted(tmp_path: Path, simulated: Pat
         assert np.array_equal(dense[2][:40], dense[3][:40]), name
     moved = sp.csr_matrix(before[1]["PCA50 of the fitted cells"] - after[1]["PCA50 of the fitted cells"])
     assert moved.nnz  # what changed is seen where it may be
-
-
-@pytest.mark.full
-def test_labels_that_no_fitted_cell_has_are_counted_and_have_no_accuracy(datasets: Datasets, tmp_path: Path) -> None:
-    def relabel(two: ad.AnnData) -> None:
-        text = two.obs["cell_type"].astype(str)
-        text.iloc[:30] = "platypus cell"
-        text.iloc[30:35] = None
-        two.obs["cell_type"] = text
-
-    result = datasets.evaluate(tmp_path / "out", relabel)["two"]["transfer"]
-    figures = result["figures"]
-    assert figures["new_classes"] == {"platypus cell": 30}
-    assert figures["n_new_classes"] == 30
-    assert (figures["n_cells"], figures["n_unlabelled"]) == (165, 5)
-    plain = datasets.evaluate(tmp_path / "cut", lambda two: two[35:].copy())["two"]["transfer"]
-    for name in (LINEAR, "embedding + kNN", "PCA50 of the fitted cells + kNN"):
-        for column in ("accuracy_mean", "macro_f1_mean", "weighted_f1_mean"):
-            assert _rows(result)[name][column] == pytest.approx(_rows(plain)[name][column])
-    none = datasets.evaluate(tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell"))
-    assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
-    assert none["two"]["transfer"]["figures"]["n_new_classes"] == 200
 
 
 def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tmp_path: Path) -> None:
@@ -215,41 +183,39 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tm
 
 @pytest.mark.full
 def test_further_labels_are_fitted_on_the_column_of_the_same_name(datasets: Datasets, tmp_path: Path) -> None:
-    found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id", neighbors=3)["two"]
+    found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id")["two"]
     names, ids = (_rows(found[task]) for task in ("transfer", "transfer of type_id"))
     assert ids[LINEAR]["accuracy_mean"] == names[LINEAR]["accuracy_mean"]
     assert "nearness_mean" in ids[LINEAR]
     assert "nearness_mean" not in names[LINEAR]
-    other = _rows(datasets.evaluate(tmp_path / "k", neighbors=40)["two"]["transfer"])
-    kind = "all shared genes + kNN"
-    assert other[kind] != names[kind]
-    assert other[LINEAR] == names[LINEAR]
 
 
-def test_copies_of_fitted_cells_are_left_out(datasets: Datasets, tmp_path: Path) -> None:
-    def with_copies(two: ad.AnnData) -> None:
-        counts = sp.csr_matrix(two.X).tolil()
+def test_copies_and_cells_of_new_labels_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
+    def change(two: ad.AnnData) -> None:
+        counts, text = sp.csr_matrix(two.X).tolil(), two.obs["cell_type"].astype(str)
         counts[:7] = sp.csr_matrix(datasets.cells["one"].X)[:7]
-        two.X = counts.tocsr()
+        text.iloc[10:40], text.iloc[40:45] = "platypus cell", None
+        two.X, two.obs["cell_type"] = counts.tocsr(), text
 
-    figures = datasets.evaluate(tmp_path / "out", with_copies)["two"]["transfer"]["figures"]
-    assert (figures["n_copies"], figures["n_cells"]) == (7, 193)
+    figures = datasets.evaluate(tmp_path / "out", change)["two"]["transfer"]["figures"]
+    assert (figures["n_copies"], figures["new_classes"], figures["n_new_classes"]) == (7, {"platypus cell": 30}, 30)
+    assert (figures["n_cells"], figures["n_unlabelled"]) == (158, 5)
     known, asked = sp.csr_matrix([[1, 0], [0, 0]]), sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
     assert copies(known, asked).tolist() == [False, True, False]  # cells without counts are no copies
+    none = datasets.evaluate(tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell"))
+    assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
 
 
 def test_what_cannot_be_compared_is_one_line(datasets: Datasets, tmp_path: Path) -> None:
-    def rename(old: str, new: str) -> Change:
-        def change(two: ad.AnnData) -> None:
-            two.obs["type_id"] = two.obs["type_id"].astype(str).replace(old, new)
+    for wrong in ("CL:9999999", "unknown"):
 
-        return change
+        def rename(two: ad.AnnData, wrong: str = wrong) -> None:
+            two.obs["type_id"] = two.obs["type_id"].astype(str).replace(IDS[1], wrong)
 
-    for number, wrong in enumerate(("CL:9999999", "unknown")):
         with pytest.raises(DataError) as caught:
-            datasets.evaluate(tmp_path / str(number), rename(IDS[1], wrong), label="type_id")
+            datasets.evaluate(tmp_path / wrong, rename, label="type_id")
         assert str(caught.value) == (
-            f"{tmp_path / str(number)}/two.h5ad: obs column 'type_id' has '{wrong}', no term of the Cell Ontology of "
+            f"{tmp_path / wrong}/two.h5ad: obs column 'type_id' has '{wrong}', no term of the Cell Ontology of "
             "2026-03-26; correct it, leave it empty, or set evaluate.tasks.transfer.ontology to false"
         )
     with pytest.raises(ConfigError) as refused:

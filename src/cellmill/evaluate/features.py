@@ -1,8 +1,7 @@
 """Labelled cells, features made from their counts alone (the embedding and the baselines), and classifiers on them.
 
-The classifiers are the same for every kind of features. Logistic regression is multinomial with an L2 penalty (C = 1)
-and runs on both standardised and unchanged features: standardising raises the weight of small principal components,
-which helps or hurts depending on the number of cells.
+Logistic regression runs on both standardised and unchanged features: standardising raises the weight of small principal
+components, which helps or hurts depending on the number of cells.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,8 +27,8 @@ from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.embed import embed_batches, tokens_of
 from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.predict import tally
-from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED, draw_cells
-from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, TaskResult, pca
+from cellmill.evaluate.scores import EMBEDDING, EXTERNAL, UNTRAINED, draw_cells, seeded
+from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, Skipped, pca
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
@@ -242,7 +241,7 @@ def halves(context: Context) -> np.ndarray:
         return found
     counts = read_rows(context.reader, cells)
     genes = log_normalise(summed(counts) if context.columns.ordered else counts)
-    order = np.random.Generator(np.random.Philox(key=[seed, 6])).permutation(len(labels))
+    order = seeded(seed, 6).permutation(len(labels))
     half, classifier = np.ones(len(labels), bool), {REGRESSION: LogisticRegression(standardised=True)}
     half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
     with small_problems():
@@ -268,15 +267,14 @@ class Labelled:
         return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
 
 
-def labelled_cells(
-    context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS
-) -> Labelled | TaskResult:
-    """Evaluated cells of classes with at least `fewest` cells; the result of a skipped task if fewer than two.
+def labelled_cells(context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS) -> Labelled:
+    """Evaluated cells of classes with at least `fewest` cells, which are printed.
 
-    Prints the classes. `needed_by` is the option that needs so many cells. Raises DataError for a column of one class.
+    `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such classes, and DataError
+    for a column of one class.
     """
     if "label" not in context.roles:
-        return TaskResult(skipped="the dataset has no label column")
+        raise Skipped("the dataset has no label column")
     column = context.roles["label"]
     if len(values := sorted({*text_values(column.dropna())})) < 2:
         content = f"one class, {values[0]!r}" if values else "no values"
@@ -291,10 +289,10 @@ def labelled_cells(
             counts = ", ".join(f"{name} {n:,}" for name, n in classes.items()) or "no class"
             print(f"{context.dataset}: {task}: {heading}: {counts}", flush=True)
     if (n := len(chosen.classes)) < 2:
-        return TaskResult(
-            figures=chosen.numbers,
-            skipped=f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or "
-            f"more; raise shard.test_frac or lower {needed_by}",
+        raise Skipped(
+            f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or more; "
+            f"raise shard.test_frac or lower {needed_by}",
+            chosen.numbers,
         )
     return replace(chosen, cells=scored[chosen.cells])
 

@@ -1,9 +1,8 @@
 """In-silico knock-out: how far the embeddings of cells move when the counts of one gene are removed.
 
 A cell's shift is 1 - the cosine of its embeddings with and without the gene (Theodoris et al. 2023, Nature 618:616); a
-gene's shift is the mean over the drawn cells that express it. A frequent gene moves a cell further than a rare one,
-whatever it does, so each gene is compared with the `null_genes` other genes whose mean expression in the cells that
-express them is nearest: how many of these move cells at least as far.
+gene's shift is the mean over the drawn cells that express it, and is compared with the `null_genes` other genes whose
+mean expression in the cells that express them is nearest.
 """
 
 from typing import Any

@@ -43,11 +43,16 @@ class Difference:
     cells_se: float  # standard error over cells alone, for the same cells in runs of several pretraining seeds
 
 
+def seeded(seed: int, key: int) -> np.random.Generator:
+    """Random numbers of `seed` for one use, `key`."""
+    return np.random.Generator(np.random.Philox(key=[seed, key]))
+
+
 def draw_cells(cells: np.ndarray, most: int, seed: int, key: int) -> np.ndarray:
     """`cells` (indices, ascending), or a seeded draw of `most` of them, ascending."""
     if len(cells) <= most:
         return cells
-    return np.sort(np.random.Generator(np.random.Philox(key=[seed, key])).permutation(cells)[:most])
+    return np.sort(seeded(seed, key).permutation(cells)[:most])
 
 
 def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
@@ -288,6 +293,14 @@ def kind_of(name: str) -> str:
     if name.startswith(EMBEDDING):
         return "model"
     return "external" if name.startswith(EXTERNAL) else "baseline"
+
+
+def by_features(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of rows, `FEATURES + METHOD` each, by features."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition(" + ")[0], []).append(name)
+    return groups
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:

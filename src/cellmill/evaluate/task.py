@@ -312,16 +312,22 @@ class TaskResult:
         return entry | {"sentences": [*map(sentence, self.verdicts), *closed, *entry.pop("notes")]}
 
 
+class Skipped(Exception):
+    """Raised by a task that does not apply to a dataset: the reason, and single values beside it (`figures`)."""
+
+    def __init__(self, reason: str, figures: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.figures = dict(figures or {})
+
+
 def supervised_name(name: str, supervised: str | None) -> str:
     """Name of a row of the model, with `supervised` behind its features if there is any."""
     features, plus, classifier = name.partition(" + ")
     return name if supervised is None else f"{features}, {supervised}{plus}{classifier}"
 
 
-def named_supervised(result: TaskResult, supervised: str | None) -> TaskResult:
+def _named_supervised(result: TaskResult, supervised: str) -> TaskResult:
     """Return the result with `supervised` behind the name of the model in rows, verdicts and differences."""
-    if supervised is None:
-        return result
     others = {row["name"] for row in result.rows if row.get("kind") not in ("model", "variant")}
 
     def named(name: str) -> str:
@@ -342,8 +348,17 @@ class Task:
         self.config = config
 
     def run(self, context: Context) -> TaskResult:
-        """Judge the model on one dataset. Raises DataError where the user named something unusable."""
+        """Judge the model on one dataset. Raises Skipped, and DataError where the user named something unusable."""
         raise NotImplementedError
+
+
+def run_task(task: Task, context: Context) -> TaskResult:
+    """Result of a task, whose rows say with which labels the model was trained (`Context.supervised`)."""
+    try:
+        result = task.run(context)
+    except Skipped as skipped:
+        return TaskResult(figures=skipped.figures, skipped=str(skipped))
+    return result if context.supervised is None else _named_supervised(result, context.supervised)
 
 
 def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:

@@ -55,7 +55,7 @@ from cellmill.evaluate.task import (
     Task,
     TrainedCells,
     load_evaluated,
-    named_supervised,
+    run_task,
 )
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
@@ -234,7 +234,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
                 continue
             started = time.perf_counter()
             try:
-                entry = named_supervised(task.run(other), other.supervised).to_json()
+                entry = run_task(task, other).to_json()
                 entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
                 json.dumps(entry, allow_nan=False)
             except UserError:

@@ -87,13 +87,13 @@ class LeaveOutConfig(LabelTaskConfig):
 class DegradedConfig(LabelTaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
 
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:Degraded"
+
     repeats: int = Field(3, ge=1, description="Random draws of the removed counts or genes, each with other folds.")
 
 
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
-
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:LowDepth"
 
     name: Literal["low_depth"] = "low_depth"
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field([0.3, 0.1], min_length=1)
@@ -102,8 +102,6 @@ class LowDepthConfig(DegradedConfig):
 
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
-
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:MissingGenes"
 
     name: Literal["missing_genes"] = "missing_genes"
     genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([200, 75], min_length=1)

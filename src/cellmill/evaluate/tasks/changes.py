@@ -31,8 +31,8 @@ from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide
-from cellmill.evaluate.task import PCA_CELLS, Context, pca
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide, seeded
+from cellmill.evaluate.task import PCA_CELLS, Context, Skipped, pca
 from cellmill.evaluate.tasks.genes import LOADINGS, OF_GENES, expression_statistics, gene_vectors, loadings_of
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.cell_decoding import PerturbationResponse
@@ -87,7 +87,7 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     if texts:  # a number for each combination of values; missing values are one value
         strata = pd.DataFrame(texts).groupby([*texts], sort=True).ngroup().to_numpy(np.int64)
     half = np.full(reader.n_obs, -1, np.int8)
-    generator, few = np.random.Generator(np.random.Philox(key=[context.options.seed, 4])), []
+    generator, few = seeded(context.options.seed, 4), []
     for number in np.unique(strata):
         controls = generator.permutation(np.flatnonzero(is_control & (strata == number)))
         half[controls] = np.arange(len(controls)) % 2
@@ -105,11 +105,12 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     )
 
 
-def without_changes(context: Context) -> str | None:
-    """Reason why a dataset has no changes of expression; None if it has."""
+def check_changes(context: Context) -> None:
+    """Raise Skipped for a dataset without changes of expression."""
     if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
-        return "the dataset has no perturbation and control columns"
-    return "sequences have no expression" if context.reader.ordered else None
+        raise Skipped("the dataset has no perturbation and control columns")
+    if context.reader.ordered:
+        raise Skipped("sequences have no expression")
 
 
 def controlled_role(context: Context) -> str:
@@ -146,12 +147,15 @@ def of_new_perturbations(
             scaler = StandardScaler().fit(values[known])
             given, queries = scaler.transform(values[known]), scaler.transform(values[test[wanted]])
             linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
-            unit_rows = [v / np.linalg.norm(v, axis=1, keepdims=True).clip(1e-12) for v in (queries, given)]
-            similar = known[np.argsort(-unit_rows[0] @ unit_rows[1].T, axis=1, kind="stable")]
+            similar = known[np.argsort(-_directions(queries) @ _directions(given).T, axis=1, kind="stable")]
             nearest[wanted] = changes[similar[:, 0]]
             several[wanted] = changes[similar[:, :neighbors]].mean(1)
         predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest, f"{name} + kNN": several}
     return predicted
+
+
+def _directions(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
 
 
 def of_new_contexts(
@@ -197,23 +201,28 @@ def predicted_changes(
     objective = next((part for part in parts if isinstance(part, PerturbationResponse)), None)
     if objective is None:
         return None
-    changes, device = np.zeros((len(names), len(profiles.genes))), next(network.parameters()).device
+    device = next(network.parameters()).device
+
+    def expression(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
+        """(G,): mean expected expression of control cells under a perturbation, or as they are (None)."""
+        with inference(device, context.options.precision):
+            vectors = torch.from_numpy(context.vectors[cells]).to(device)
+            log_shares = objective.log_profile(network, vectors, name, [row + len(SPECIAL) for row in rows])
+            in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
+            shares = in_dataset.double().softmax(1).cpu().numpy()
+        return expected_log_expression(shares, profiles.depth[cells]).mean(0)
+
+    changes = np.zeros((len(names), len(profiles.genes)))
     for stratum in np.flatnonzero(strata.sum(0)).tolist():
         usable = (profiles.half == 0) & (profiles.stratum == stratum) & np.isfinite(context.vectors).all(1)
         cells = np.flatnonzero(usable)[:MOST_CONTROLS]
-        known: dict[str | None, np.ndarray] = {}
-        for unit in [None, *np.flatnonzero(strata[:, stratum]).tolist()]:  # None are the controls as they are
-            name = None if unit is None else names[unit]
-            if name not in known:
-                tokens = [] if unit is None else [row + len(SPECIAL) for row in genes[unit]]
-                with inference(device, context.options.precision):
-                    vectors = torch.from_numpy(context.vectors[cells]).to(device)
-                    log_shares = objective.log_profile(network, vectors, name, tokens)
-                    in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
-                    shares = in_dataset.double().softmax(1).cpu().numpy()
-                known[name] = expected_log_expression(shares, profiles.depth[cells]).mean(0)
-            if unit is not None:
-                changes[unit] += strata[unit, stratum] * (known[name] - known[None])
+        before = expression(cells, None, [])
+        by_name: dict[str, np.ndarray] = {}  # doses of a perturbation are predicted alike
+        for unit in np.flatnonzero(strata[:, stratum]).tolist():
+            name = names[unit]
+            if name not in by_name:
+                by_name[name] = expression(cells, name, genes[unit]) - before
+            changes[unit] += strata[unit, stratum] * by_name[name]
     return changes
 
 
@@ -259,42 +268,40 @@ class HeldOut:
     left_out: list[str]
 
     @classmethod
-    def of(cls, context: Context, config: PerturbationConfig, role: str) -> Self | None:
-        """None where no stratum has enough controls."""
-        profiles = read_profiles(context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])]))
-        return None if profiles.stratum.max() < 0 else cls.of_profiles(context, config, role, profiles)
+    def of(cls, context: Context, config: PerturbationConfig, role: str, profiles: Profiles | None = None) -> Self:
+        """Units of at least `min_cells` cells; of units that may be tested, of scored cells.
 
-    @classmethod
-    def of_profiles(cls, context: Context, config: PerturbationConfig, role: str, profiles: Profiles) -> Self:
-        """Units of at least `min_cells` cells; of units that may be tested, of scored cells."""
-        text = profiles.perturbation
-        values = text if role == "perturbation" else text_values(context.roles[role]).astype(str)
-        missing = (text == "") | (profiles.stratum < 0)
+        `profiles` are those of the dataset, if they are known. Raises Skipped where no stratum has enough controls.
+        """
+        if profiles is None:
+            profiles = read_profiles(context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])]))
+        if profiles.stratum.max() < 0:
+            raise Skipped("no stratum has enough controls")
+        perturbation = profiles.perturbation
+        value = perturbation if role == "perturbation" else text_values(context.roles[role]).astype(str)
+        usable = (perturbation != "") & (profiles.stratum >= 0)
         if role != "perturbation":
-            missing |= context.roles[role].isna().to_numpy()
-        groups, group = np.unique(values, return_inverse=True)
-        n_cells = np.bincount(group[~missing], minlength=len(groups))
-        n_scored = np.bincount(group[~missing & context.scored], minlength=len(groups))
-        unseen_group = n_scored >= UNSEEN_FRAC * n_cells
-        names = np.array([" | ".join(parts) for parts in zip(text, profiles.dose, values)])
-        labels, first, number = np.unique(names, return_index=True, return_inverse=True)
-        unseen = unseen_group[group[first]]
-        counted = ~missing & (context.scored | ~unseen[number])
-        enough = np.bincount(number[counted], minlength=len(labels)) >= config.min_cells
-        is_unit = np.bincount(number[~missing], minlength=len(labels)) > 0
-        kept = np.flatnonzero(enough & is_unit)
-        unit = np.where(missing | ~enough[number], -1, np.searchsorted(kept, number))
-        left_out = sorted({str(text[first[at]]) for at in np.flatnonzero(is_unit & ~enough)})
+            usable &= context.roles[role].notna().to_numpy()
+        groups, group = np.unique(value, return_inverse=True)
+        n_cells = np.bincount(group[usable], minlength=len(groups))
+        n_scored = np.bincount(group[usable & context.scored], minlength=len(groups))
+        names = np.array([" | ".join(parts) for parts in zip(perturbation, profiles.dose, value)])
+        units, first, unit = np.unique(names, return_index=True, return_inverse=True)
+        unseen = (n_scored >= UNSEEN_FRAC * n_cells)[group[first]]
+        counted = usable & (context.scored | ~unseen[unit])
+        enough = np.bincount(unit[counted], minlength=len(units)) >= config.min_cells
+        has_cells = np.bincount(unit[usable], minlength=len(units)) > 0
+        kept = np.flatnonzero(enough & has_cells)
         return cls(
             context,
             config,
             role,
             profiles,
-            unit_of_cell=unit,
-            perturbation=text[first[kept]],
-            group=values[first[kept]],
+            unit_of_cell=np.where(usable & enough[unit], np.searchsorted(kept, unit), -1),
+            perturbation=perturbation[first[kept]],
+            group=value[first[kept]],
             unseen=unseen[kept],
-            left_out=left_out,
+            left_out=sorted({str(perturbation[first[at]]) for at in np.flatnonzero(has_cells & ~enough)}),
         )
 
     def folds(self) -> Iterator[Fold]:
@@ -344,28 +351,34 @@ class HeldOut:
         Sources are the model, the correlation of genes over the controls that predictions start from, and the files of
         `config.priors`. Raises DataError for a file that cannot be used.
         """
-        model, vocabulary = self.context.model, self.context.model.vocabulary
+        model = self.context.model
         vectors = gene_vectors(model)
-        by_gene = {LOADINGS: loadings_of(model.components)} | {
-            name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors
-        }
-        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)  # controls that predictions start from
+        by_gene = {LOADINGS: loadings_of(model.components)}
+        by_gene |= {name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors}
+        by_gene[CO_EXPRESSION] = self._co_expression()
+        features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
+        return features | {PRIOR + name: self._prior(Path(path)) for name, path in self.config.priors.items()}
+
+    def _co_expression(self) -> np.ndarray:
+        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes not measured."""
+        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)
         controls = self.profiles.expression[np.flatnonzero(starts)[:PCA_CELLS]]
         spread = expression_statistics(controls)[:, 1]
         standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
         measured = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
-        by_gene[CO_EXPRESSION] = np.full((vocabulary.n_genes, measured.shape[1]), np.nan)
-        by_gene[CO_EXPRESSION][self.profiles.genes] = measured
-        features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
+        loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
+        loadings[self.profiles.genes] = measured
+        return loadings
+
+    def _prior(self, path: Path) -> np.ndarray:
+        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes not measured."""
+        vocabulary = self.context.model.vocabulary
         parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.perturbation]
         named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
-        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]  # a file may have more than the dataset measured
-        for name, path in self.config.priors.items():
-            given = read_vectors(Path(path), [*genes, *named.values()])[len(genes) :].double().numpy()
-            row = {part: at for at, part in enumerate(named) if np.isfinite(given[at]).all()}
-            of_units = [[row[part] for part in of_unit if part in row] for of_unit in parts]
-            features[PRIOR + name] = _of_units(of_units, given)
-        return features
+        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
+        vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
+        row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
+        return _of_units([[row[part] for part in of_unit if part in row] for of_unit in parts], vectors)
 
     def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
         """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""

@@ -3,11 +3,9 @@
 All kinds of features get the same splits and classifiers. Everything fitted, scalers and components included, is fitted
 on the training cells of a split or of the model. The number of folds is never lowered, so that runs stay comparable.
 
-`few_shot` trains on a fixed number of cells of every class; intervals are over cells and draws. `leave_out` tests all
-cells of a donor (or batch), which is one draw in an interval; a class that only these have counts as wrong for every
-method. `low_depth` and `missing_genes` degrade the counts, by binomial thinning or by keeping a random set of genes:
-cells of a level are classified after training on cells degraded alike (matched), on whole cells (shifted), or on cells
-of all levels together, the remedy that needs no model.
+A donor or batch that `leave_out` tests is one draw in an interval; a class that only it has counts as wrong for every
+method. Cells of a level of `low_depth` or `missing_genes` are classified after training on cells degraded alike
+(matched), on whole cells (shifted), or on cells of all levels together, the remedy that needs no model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,14 +19,7 @@ import scipy.sparse as sp
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.config.parts.tasks import (
-    DegradedConfig,
-    FewShotConfig,
-    LeaveOutConfig,
-    LowDepthConfig,
-    MissingGenesConfig,
-    ProbeConfig,
-)
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import (
@@ -56,9 +47,11 @@ from cellmill.evaluate.scores import (
     Predictions,
     ScoreColumn,
     against_best,
+    by_features,
     kind_of,
+    seeded,
 )
-from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
+from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca
 from cellmill.runs.verdict import Verdict
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
@@ -75,8 +68,6 @@ class Probe(Task):
         """Scores of every features and classifier; skipped without a label or with fewer than two large classes."""
         options, config = context.options, self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
-        if isinstance(chosen, TaskResult):
-            return chosen
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         predictions = Predictions(chosen.labels, config.seeds, halves=halves(context)[chosen.cells])
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
@@ -154,19 +145,16 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
     """Best against best in each metric, then accuracy against each kind of features, by classifier, and of the
     embedding with principal components against these alone."""
     verdicts, accuracy = against_best(columns), columns[0]
-    with_components, alone = (
-        max((name for name in accuracy.scores if name.startswith(f"{kind} + ")), key=accuracy.mean, default=None)
-        for kind in (WITH_COMPONENTS, OF_TRAINING)
-    )
     for classifier in ("logistic regression", "kNN"):
-        by_kind: dict[str, list[str]] = {}
-        for name in (name for name in accuracy.scores if f" + {classifier}" in name):
-            by_kind.setdefault(name.partition(" + ")[0], []).append(name)
+        by_kind = by_features(name for name in accuracy.scores if f" + {classifier}" in name)
         own = accuracy.best(True, by_kind[EMBEDDING])
-        others = [accuracy.best(False, names) for names in by_kind.values() if kind_of(names[0]) == "baseline"]
-        verdicts += [accuracy.compare(own, other) for other in others]
-    if with_components is not None and alone is not None:
-        verdicts.append(accuracy.compare(with_components, alone))
+        for names in by_kind.values():
+            if kind_of(names[0]) == "baseline":
+                verdicts.append(accuracy.compare(own, accuracy.best(False, names)))
+    by_kind = by_features(accuracy.scores)
+    if WITH_COMPONENTS in by_kind and OF_TRAINING in by_kind:
+        beside, alone = (max(by_kind[kind], key=accuracy.mean) for kind in (WITH_COMPONENTS, OF_TRAINING))
+        verdicts.append(accuracy.compare(beside, alone))
     return list(dict.fromkeys(verdicts))
 
 
@@ -177,8 +165,6 @@ class FewShot(Task):
         """Accuracy for each number of cells per class; numbers that fewer than two classes have are left out."""
         config, fewest = self.config, min(self.config.shots) + FEWEST_TESTED
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
-        if isinstance(chosen, TaskResult):
-            return chosen
         features = cell_features(context, chosen.cells)
         predictions = Predictions(chosen.labels, config.draws, halves=halves(context)[chosen.cells])
         n_classes, left_out = {}, {}
@@ -197,7 +183,7 @@ class FewShot(Task):
 def draw_shots(labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int) -> Iterator[Split]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
     for draw in range(draws):
-        generator = np.random.Generator(np.random.Philox(key=[seed, (shots << 32) + draw]))
+        generator = seeded(seed, (shots << 32) + draw)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
         train, test = ([cells[part] for cells in drawn] for part in (slice(shots), slice(shots, None)))
         yield draw, np.concatenate(train), np.concatenate(test)
@@ -210,10 +196,8 @@ class LeaveOut(Task):
         """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such a role."""
         roles = [role for role in self.config.roles if role in context.roles]
         if not roles:
-            return TaskResult(skipped=f"the dataset has no {' or '.join(self.config.roles)} column")
+            raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
-        if isinstance(chosen, TaskResult):
-            return chosen
         columns: list[ScoreColumn] = []
         labels, numbers, ceiling = chosen.labels, chosen.numbers, halves(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
@@ -237,7 +221,7 @@ class LeaveOut(Task):
                 columns.append(replace(predictions.column("", metric, *named), n_units=len(pairs)))
         if not columns:
             one = " and one ".join(roles)
-            return TaskResult(figures=numbers, skipped=f"the scored cells of two classes or more have one {one}")
+            raise Skipped(f"the scored cells of two classes or more have one {one}", numbers)
         return TaskResult.from_columns(columns, numbers)
 
 
@@ -258,49 +242,59 @@ Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
 
 
-def classify_degraded(context: Context, config: DegradedConfig, levels: Mapping[str, Degrade]) -> TaskResult:
-    """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
-    if context.reader.ordered:
-        kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
-        return TaskResult(skipped=f"{kind} to lose")
-    options, neighbors, repeats = context.options, config.neighbors, config.repeats
-    chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
-    if isinstance(chosen, TaskResult):
-        return chosen
-    whole = read_rows(context.reader, chosen.cells)
-    predictions = Predictions(chosen.labels, repeats, halves=halves(context)[chosen.cells])
-    for repeat in range(repeats):
-        generator = np.random.Generator(np.random.Philox(key=[options.seed, 1000 + repeat]))
-        counts = {WHOLE: whole} | {name: degrade(whole, generator) for name, degrade in levels.items()}
-        cells = {level: features_of_counts(context, of_level) for level, of_level in counts.items()}
-        for _, train, test in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
-            labels = chosen.labels[train]
-            seen = {level: rows_of(of_level, train) for level, of_level in cells.items()}
-            parts = {kind: [of_level[kind] for of_level in seen.values()] for kind in seen[WHOLE]}
-            together = {
-                kind: sp.vstack(of, format="csr") if sp.issparse(of[0]) else np.concatenate(of)
-                for kind, of in parts.items()
-            }
-            with small_problems():
-                fitted = {level: fit_all(of, labels, neighbors, context) for level, of in seen.items()}
-                on_all = fit_all(together, np.tile(labels, len(cells)), neighbors, context)
-                predictions.record(WHOLE, repeat, test, predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test)))
-                for level in levels:
-                    tested = rows_of(cells[level], test)
-                    ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
-                    for way, trained in ways.items():
-                        predictions.record(f"{level}, {way}", repeat, test, predict_all(trained, tested))
-    numbers = chosen.numbers | {"folds": options.folds, "repeats": repeats, "neighbors": neighbors}
-    return TaskResult.from_columns(predictions.accuracies(), numbers, metric=f"{list(levels)[-1]}, shifted")
+class Degraded(Task):
+    """Tasks `low_depth` and `missing_genes`."""
 
+    config: LowDepthConfig | MissingGenesConfig
 
-class LowDepth(Task):
-    config: LowDepthConfig
+    def levels(self) -> dict[str, Degrade]:
+        """What cells lose, by name."""
+        if isinstance(self.config, LowDepthConfig):
+            return {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
+        return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy at each depth; see `classify_degraded`."""
-        levels = {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
-        return classify_degraded(context, self.config, levels)
+        """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
+        config, options, levels = self.config, context.options, self.levels()
+        if context.reader.ordered:
+            kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
+            raise Skipped(f"{kind} to lose")
+        chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
+        whole = read_rows(context.reader, chosen.cells)
+        predictions = Predictions(chosen.labels, config.repeats, halves=halves(context)[chosen.cells])
+        for repeat in range(config.repeats):
+            generator = seeded(options.seed, 1000 + repeat)
+            counts = {WHOLE: whole} | {level: degrade(whole, generator) for level, degrade in levels.items()}
+            cells = {level: features_of_counts(context, values) for level, values in counts.items()}
+            for split in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
+                with small_problems():
+                    predicted = self._predicted(context, cells, chosen.labels, split)
+                for column, classes in predicted.items():
+                    predictions.record(column, repeat, split[2], classes)
+        numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
+        columns, metric = predictions.accuracies(), f"{list(levels)[-1]}, shifted"
+        return TaskResult.from_columns(columns, chosen.numbers | numbers, metric=metric)
+
+    def _predicted(
+        self, context: Context, cells: dict[str, dict[str, Any]], labels: np.ndarray, split: Split
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """Classes of the test cells by column and method; `cells` are features of all cells by level."""
+        neighbors, (_, train, test) = self.config.neighbors, split
+        seen = {level: rows_of(features, train) for level, features in cells.items()}
+        fitted = {level: fit_all(features, labels[train], neighbors, context) for level, features in seen.items()}
+        together = {kind: _stacked([features[kind] for features in seen.values()]) for kind in seen[WHOLE]}
+        on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors, context)
+        predicted = {WHOLE: predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test))}
+        for level in [*cells][1:]:
+            tested = rows_of(cells[level], test)
+            ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
+            predicted |= {f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()}
+        return predicted
+
+
+def _stacked(parts: list[Any]) -> Any:
+    """Features `(cells, width)` of one kind, dense or sparse, below each other."""
+    return sp.vstack(parts, format="csr") if sp.issparse(parts[0]) else np.concatenate(parts)
 
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
@@ -309,15 +303,6 @@ def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> 
     thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
     thinned.eliminate_zeros()
     return thinned
-
-
-class MissingGenes(Task):
-    config: MissingGenesConfig
-
-    def run(self, context: Context) -> TaskResult:
-        """Accuracy with each number of genes; see `classify_degraded`."""
-        levels = {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
-        return classify_degraded(context, self.config, levels)
 
 
 def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:

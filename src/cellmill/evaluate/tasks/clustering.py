@@ -1,8 +1,5 @@
 """Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their labels.
 
-The best resolution is chosen by the label, as is usual: for each kind of features by its own mean ARI, because NMI
-grows with the number of clusters. Scores there are too high, for all rows alike; scores at the fixed one are not.
-
 NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the cell's weight, times
 the number of cells (infinitesimal jackknife, Efron 1981); its mean is the measure itself. Intervals of differences are
 over cells, taking the clusters as given, and over seeds (`evaluate.scores`). Leiden is igraph's: modularity with a
@@ -85,8 +82,6 @@ class Clustering(Task):
         igraph = optional_package("igraph", "cluster", "task clustering")
         config = self.config
         chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
-        if isinstance(chosen, TaskResult):
-            return chosen
         counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
         with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
             features = features_of_counts(context, counts, context.vectors[chosen.cells])

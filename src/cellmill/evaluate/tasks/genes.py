@@ -1,11 +1,8 @@
 """Tasks on the vectors of genes, `gene_embedding` and `grn` (docs/evaluation.md), and what they read and score.
 
 `gene_embedding`: the genes of the folds are those of all sets plus a draw of others that training cells express:
-otherwise a set could be recognised just because the model never saw the other genes. Intervals take the sets as given.
-
-`grn`: candidates are all pairs of a listed factor and a listed target, except a gene with itself: another gene may not
-have been studied. Vectors are centred over all genes, because what all vectors share says nothing about a pair. A
-factor is one draw in the interval.
+otherwise a set could be recognised just because the model never saw the other genes. `grn`: vectors are centred over
+all genes, because what all vectors share says nothing about a pair; a factor is one draw in the interval.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,8 +25,8 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, seeded, table_rows
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Skipped, Task, TaskResult
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
@@ -45,11 +42,11 @@ class GeneTask(Task):
         """Scores of each kind of gene features; skipped for a model without gene vectors."""
         model = context.model
         if self._known is None:
-            if vectors := gene_vectors(model):
-                vectors[LOADINGS] = loadings_of(model.components)
-                self._known = self.judge(context, vectors, model.training_profiles())
-            else:
-                self._known = TaskResult(skipped=f"family {model.config['family']} has no vectors of genes")
+            vectors = gene_vectors(model)
+            if not vectors:
+                raise Skipped(f"family {model.config['family']} has no vectors of genes")
+            vectors[LOADINGS] = loadings_of(model.components)
+            self._known = self.judge(context, vectors, model.training_profiles())
         return self._known
 
     def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
@@ -65,8 +62,7 @@ def gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
         return {}
     untrained = {f"{UNTRAINED} {name}": values for name, values in _tables(model.untrained).items()}
     shape = next(iter(own.values())).shape
-    random = np.random.Generator(np.random.Philox(key=[model.seed, 6])).normal(size=shape)
-    return own | untrained | {RANDOM: random}
+    return own | untrained | {RANDOM: seeded(model.seed, 6).normal(size=shape)}
 
 
 @torch.no_grad()
@@ -211,7 +207,7 @@ class GeneEmbedding(GeneTask):
                         by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
             few = f"no set has {fewest} genes that the model knows and its training cells express"
-            return TaskResult(figures=numbers, skipped=f"{few} (min_genes, evaluate.folds)")
+            raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)
         rows = table_rows(columns)
         for row in rows:
             for at, name in enumerate(members.get(SETS, {})):
@@ -231,8 +227,8 @@ class GeneEmbedding(GeneTask):
         rest = np.setdiff1d(np.flatnonzero(expressed), listed)
         terms = {name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features}
         for repetition in range(config.seeds):
-            generator = np.random.Generator(np.random.Philox(key=[options.seed + repetition, 7]))
-            genes = np.sort(np.concatenate([listed, generator.permutation(rest)[: config.max_others]]))
+            others = seeded(options.seed + repetition, 7).permutation(rest)[: config.max_others]
+            genes = np.sort(np.concatenate([listed, others]))
             splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for number, rows in enumerate(sets.values()):
                 member = np.isin(genes, rows)
@@ -346,7 +342,7 @@ def _ranked(
         heading, scores = f"{score}, all pairs", {}
         for name, values in similarities.items():
             scores[name], pooled[name][heading] = scored(function, values)
-        generator = np.random.Generator(np.random.Philox(key=[seed, 8]))
+        generator = seeded(seed, 8)
         drawn = [scored(function, generator.random(edge.shape)) for _ in range(DRAWS)]
         scores["random"] = np.mean([by_factor for by_factor, _ in drawn], axis=0)
         pooled["random"][heading] = float(np.mean([of_all for _, of_all in drawn]))

@@ -1,13 +1,8 @@
-"""Task `imputation`: prediction of genes that are hidden from the model, in cells that it was not trained on.
+"""Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-The same genes are hidden in all cells: a seeded share of those that enough scored cells express, or a list. A hidden
-gene is treated as one that was not measured. Its counts are removed before anything is computed from a cell, so neither
-values nor the library size reveal them. A model whose tokens include zeros (`tokens.zero_frac`) does not see it as a
-zero either. The predicted quantity is log(1 + counts per 10,000 of all the model's genes).
-
-The model's own prediction is not fitted to anything here (docs/evaluation.md). All other methods are fitted on training
-folds. Scores are computed within one fold, so that differences between folds do not count as correlation. Intervals are
-over genes or cells, and over repetitions, or the donors or batches that are left out (`evaluate.scores`).
+A hidden gene is treated as one that was not measured: its counts are removed before anything is computed from a cell,
+and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as a zero. Scores are computed within one
+fold, so that differences between folds do not count as correlation.
 
 Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
 """
@@ -36,8 +31,8 @@ from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.errors import DataError
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import embed_counts, keep_columns, read_rows, tokens_of_counts
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, divide, draw_cells
-from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult, pca
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, divide, draw_cells, seeded
+from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca
 from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
 from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
@@ -160,11 +155,7 @@ def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBa
     hidden = torch.isin(view.genes, wanted)
     targets = hidden.nonzero().flatten()
     return MaskedBatch.prepared(
-        view,
-        value_hidden=hidden,
-        targets=targets,
-        answers=view.values[targets],
-        n_targets=torch.tensor(len(targets)),
+        view, value_hidden=hidden, targets=targets, answers=view.values[targets], n_targets=torch.tensor(len(targets))
     )
 
 
@@ -208,15 +199,15 @@ class Imputation(Task):
     def run(self, context: Context) -> TaskResult:
         """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be hidden."""
         if context.reader.ordered:
-            return TaskResult(skipped="sequences and ranks have no expression")
+            raise Skipped("sequences and ranks have no expression")
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
         role, folds = self._folds(context, cells)
         if not folds:
-            return TaskResult(skipped=f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
+            raise Skipped(f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
         counts = read_rows(context.reader, cells)
         genes = self._hidden(context, counts)
         if not len(genes):
-            return TaskResult(skipped=f"{self.config.min_cells} scored cells express no gene (min_cells)")
+            raise Skipped(f"{self.config.min_cells} scored cells express no gene (min_cells)")
         n_measured = len(context.measured_genes)
         numbers = {
             "n_cells": len(cells),
@@ -255,8 +246,7 @@ class Imputation(Task):
         if self.config.genes is None:
             known = np.flatnonzero(expressed)
             n = min(round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1)
-            generator = np.random.Generator(np.random.Philox(key=[context.options.seed, 10]))
-            return np.sort(generator.permutation(known)[: max(n, 0)])
+            return np.sort(seeded(context.options.seed, 10).permutation(known)[: max(n, 0)])
         rows = rows_of_names(self.config.genes, vocabulary)
         known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(np.int64)
         if not 0 < len(known) < len(context.measured_genes):
@@ -276,7 +266,8 @@ class Imputation(Task):
         own = own_expression(hidden, vectors)
         features = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
-        # sum and number of scores, by metric and method
+        n_units = {metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS}
+        # sums and numbers of scores, (2, repetitions, units), by metric and method
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
@@ -284,10 +275,10 @@ class Imputation(Task):
             predicted = {} if own is None else {f"{EMBEDDING} + decoder": own[test]}
             for name, values in (predicted | fitted(features, seen, train, test, self.config.neighbors)).items():
                 for metric, scores in expression_scores(values, seen[test]).items():
-                    by_gene = metric.endswith("by gene")
-                    at, total = slice(None) if by_gene else test, np.zeros((2, n_repetitions, seen.shape[by_gene]))
-                    terms = np.nan_to_num(scores), np.isfinite(scores)
-                    sums[metric].setdefault(name, total)[:, repetition, at] += terms
+                    if name not in sums[metric]:
+                        sums[metric][name] = np.zeros((2, n_repetitions, n_units[metric]))
+                    units = slice(None) if metric.endswith("by gene") else test
+                    sums[metric][name][:, repetition, units] += np.nan_to_num(scores), np.isfinite(scores)
         means = {metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()} for metric in METRICS}
         return [ScoreColumn(metric, words, means[metric]) for metric, words in METRICS.items() if means[metric]]
 

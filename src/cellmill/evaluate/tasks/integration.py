@@ -1,13 +1,9 @@
-"""Task `integration`: mixing of batches and separation of labels, in two groups of columns that are never added up.
-
-A total would hide its parts: random vectors mix batches perfectly and would get half of it. LISI is a mean over cells
-where scIB takes the median, because the median of cLISI is 1 for nearly everything.
+"""Task `integration`: mixing of batches and separation of labels (docs/evaluation.md).
 
 Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)` float64, whose mean
-is the measure, so that the difference of two embeddings of the same cells has an interval (`evaluate.scores`). A mean
-over labels of means over their cells becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take
-the neighbour graph as given; it holds exact nearest neighbours. `labels` and `batches` are class numbers from 0,
-`(cells,)`.
+is the measure, so that the difference of two embeddings has an interval (`evaluate.scores`). A mean over labels of
+means over their cells becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take the neighbour
+graph as given; it holds exact nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity
@@ -36,8 +32,8 @@ from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features import embed_counts, labelled_cells, own_components, read_rows, with_external
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of
-from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
+from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of, seeded
+from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult
 
 CORRECTED, PRINCIPAL, RANDOM = f"PCA{COMPONENTS}, Harmony", f"PCA{COMPONENTS}", "random"
 
@@ -48,19 +44,17 @@ class Integration(Task):
     def run(self, context: Context) -> TaskResult:
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
         if "batch" not in context.roles:
-            return TaskResult(skipped="the dataset has no batch column")
+            raise Skipped("the dataset has no batch column")
         chosen = labelled_cells(context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells")
-        if isinstance(chosen, TaskResult):
-            return chosen
         given = context.roles["batch"].iloc[chosen.cells]
         known = given.notna().to_numpy()
         names, batches = np.unique(text_values(given[known]).astype(str), return_inverse=True)
         numbers = chosen.numbers | {"n_batches": len(names), "n_without_batch": int((~known).sum())}
         if len(names) < 2:
-            return TaskResult(figures=numbers, skipped=f"the labelled scored cells have {len(names)} batches, not 2")
+            raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
         classes, labels = np.unique(chosen.labels[known], return_inverse=True)
         if len(classes) < 2:
-            return TaskResult(figures=numbers, skipped="the scored cells with a batch have one label")
+            raise Skipped("the scored cells with a batch have one label", numbers)
         with threadpool_limits(1):  # sums in one order: the same numbers on any number of cores
             vectors = self.vectors(context, chosen.cells[known], batches)
             shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
@@ -90,8 +84,7 @@ class Integration(Task):
             done = harmony.run_harmony(principal, frame, "batch", verbose=False, random_state=seed, ncores=1)
             corrected = np.asarray(done.Z_corr, np.float64)
             found[CORRECTED] = corrected if corrected.shape == principal.shape else corrected.T
-        generator = np.random.Generator(np.random.Philox(key=[seed, 2]))
-        found[RANDOM] = generator.normal(size=found[EMBEDDING].shape)
+        found[RANDOM] = seeded(seed, 2).normal(size=found[EMBEDDING].shape)
         return with_external(found, context, cells)
 
     def measure(

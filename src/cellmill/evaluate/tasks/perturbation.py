@@ -1,11 +1,8 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen donors and contexts.
 
-Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. Whole perturbations are held
-out, and whole values of the other roles: for example all cells of a donor but its controls, from which predictions
-start. If the model saw cells of some perturbations, those it never saw are tested, once; else all are tested in folds.
-
-`split halves` is noisier than what the other rows are compared with: one half of the cells predicts the other half. A
-unit's own perturbed genes are left out of its scores. Intervals are over perturbations and repetitions.
+Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. If the model saw cells of some
+perturbations, those it never saw are tested, once; else all are tested in folds. A unit's own perturbed genes are left
+out of its scores. Intervals are over perturbations and repetitions.
 
 Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
 
@@ -36,9 +33,19 @@ from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, difference, differences, divide, kind_of, table_rows
-from cellmill.evaluate.task import Context, Task, TaskResult, supervised_name
-from cellmill.evaluate.tasks.changes import CO_EXPRESSION, PRIOR, Fold, HeldOut, controlled_role, without_changes
+from cellmill.evaluate.scores import (
+    EMBEDDING,
+    ScoreColumn,
+    by_features,
+    difference,
+    differences,
+    divide,
+    kind_of,
+    seeded,
+    table_rows,
+)
+from cellmill.evaluate.task import Context, Skipped, Task, TaskResult, supervised_name
+from cellmill.evaluate.tasks.changes import CO_EXPRESSION, PRIOR, Fold, HeldOut, check_changes, controlled_role
 from cellmill.evaluate.tasks.genes import correlations
 from cellmill.runs.verdict import sentence
 
@@ -83,11 +90,14 @@ ABOUT_CHANGES = "cellmill_changes"  # key in uns
 
 def write_changes(path: Path, context: Context, config: PerturbationConfig, model_digest: str) -> ad.AnnData:
     """Write the file of stage predict_changes and return its content. Raises DataError if nothing can be held out."""
-    if (reason := without_changes(context)) is not None:
-        raise DataError(f"{context.dataset}: {reason}; name them in the table of datasets")
-    held = HeldOut.of(context, config, HELD_OUT)
-    if held is None:
-        raise DataError(f"{context.dataset}: no batch or donor has enough controls")
+    try:
+        check_changes(context)
+        held = HeldOut.of(context, config, HELD_OUT)
+    except Skipped as reason:
+        raise DataError(
+            f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
+            "table of datasets)"
+        ) from None
     profiles, folds = held.profiles, [fold for fold in held.folds() if fold[0] == 0]
     if not folds:
         raise DataError(
@@ -147,16 +157,16 @@ class Perturbation(Task):
 
     def run(self, context: Context) -> TaskResult:
         """Scores for each role that is held out; skipped without perturbations and controls."""
-        if (reason := without_changes(context)) is not None:
-            return TaskResult(skipped=reason)
+        check_changes(context)
         columns: list[ScoreColumn] = []
         ceilings: list[ScoreColumn] = []
         numbers: dict[str, Any] = {}
         for held_out in self.config.held_out:
             if held_out != "perturbation" and (held_out not in context.roles or held_out == controlled_role(context)):
                 continue
-            held = HeldOut.of(context, self.config, held_out)
-            if held is None:
+            try:
+                held = HeldOut.of(context, self.config, held_out)
+            except Skipped:
                 continue
             folds = list(held.folds())
             numbers |= self._numbers(held, folds)
@@ -173,18 +183,15 @@ class Perturbation(Task):
                     columns.append(replace(column, lower_is_better=metric == "MAE"))
         if not columns:
             reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))
-            return TaskResult(figures=numbers, skipped=reasons or "no stratum has enough controls")
+            raise Skipped(reasons or "no stratum has enough controls", numbers)
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
         judged = [column for column in columns if any(name.startswith(EMBEDDING) for name in column.scores)]
         compared, notes = differences(judged), []
         for column in columns:
-            by_source: dict[str, list[str]] = {}
-            for name in column.scores:
-                if name.startswith((CO_EXPRESSION, PRIOR)):
-                    by_source.setdefault(name.partition(" + ")[0], []).append(name)
-                    compared.append(difference(column, name, "mean"))
-            best = (column.best(own=False, among=names) for names in by_source.values())
-            notes += [sentence(column.compare(name, "mean")) for name in best]
+            sources = by_features(name for name in column.scores if name.startswith((CO_EXPRESSION, PRIOR)))
+            for names in sources.values():
+                compared += [difference(column, name, "mean") for name in names]
+                notes.append(sentence(column.compare(column.best(own=False, among=names), "mean")))
         return TaskResult.from_columns(columns, numbers, judged, rows=rows, differences=compared, notes=notes)
 
     def _numbers(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
@@ -219,8 +226,7 @@ class Perturbation(Task):
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
             # changes of two halves of each unit's scored cells, each from its own half of the controls
-            generator = np.random.Generator(np.random.Philox(key=[held.context.options.seed + repetition, 5]))
-            order = generator.permutation(len(held.scored_unit))
+            order = seeded(held.context.options.seed + repetition, 5).permutation(len(held.scored_unit))
             position = np.argsort(order[np.argsort(held.scored_unit[order], kind="stable")])
             halves = [
                 profiles.changes(np.where(position % 2 == half, held.scored_unit, -1), len(held.group), mean)

@@ -19,7 +19,7 @@ from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
 from cellmill.evaluate.predict import classifiers_of, count_labels
 from cellmill.evaluate.scores import draw_cells
-from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, Task, TaskResult
+from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, Skipped, Task, TaskResult
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
@@ -38,7 +38,7 @@ class Reconstruct(Task):
         network, reader = self._network(context.model), context.reader
         arrays = _observe(context, network, cells)
         if not arrays:
-            return TaskResult(skipped="no scored cell has a gene that the model knows")
+            raise Skipped("no scored cell has a gene that the model knows")
         for head, classifier in classifiers_of(network, context.model.config).values():
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)

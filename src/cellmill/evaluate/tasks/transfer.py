@@ -1,12 +1,4 @@
-"""Task `transfer`: classifiers of a label that are fitted on some datasets and tested on another (docs/evaluation.md).
-
-All features, the embedding too, see only the genes that all these datasets have, by the model's names where it knows
-them. Scales, components and classifiers are fitted without the tested cells.
-
-Accuracy and F1 cover cells whose label is among the fitted ones; where labels are ids of the Cell Ontology, nearness
-and steps (`cellmill.data.genes.tables`) cover others too. Intervals are over the tested cells, not over other fitted
-cells, donors or platforms.
-"""
+"""Task `transfer`: classifiers of a label, fitted on some datasets and tested on another (docs/evaluation.md)."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -43,7 +35,7 @@ from cellmill.evaluate.scores import (
     ScoreColumn,
     table_rows,
 )
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Task, TaskResult, pca
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Skipped, Task, TaskResult, pca
 from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.imputation import HiddenGenes
 from cellmill.models.family import Model
@@ -102,13 +94,14 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
 
 def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     """Mask of the rows of `tested` that have counts, and the same ones as a row of `fitted`."""
-    rows = []
-    for counts in (fitted, tested):
+
+    def rows(counts: sp.csr_matrix) -> list[bytes]:
         genes, values = counts.indices.astype(np.int64), counts.data.astype(np.float64)
         bounds = zip(counts.indptr, counts.indptr[1:])
-        rows.append([genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds])
-    known = {*rows[0]} - {b""}
-    return np.array([row in known for row in rows[1]], bool)
+        return [genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds]
+
+    known = {*rows(fitted)} - {b""}
+    return np.array([row in known for row in rows(tested)], bool)
 
 
 def transfer_features(
@@ -132,11 +125,11 @@ def transfer_features(
     both[UNTRAINED] = embedded(model.untrained)
     both[OF_TRAINING] = [model.components.transform(part) for part in known]
     if min(profiles[0].shape) > 1:
-        scaler = StandardScaler(with_mean=False)
-        for ending, steps in (("", ()), (", scaled genes", (scaler,))):
-            components = make_pipeline(*steps, pca(profiles[0].shape)).fit(profiles[0])
-            name = f"PCA{COMPONENTS} of the fitted cells{ending}"
-            both[name] = [components.transform(part) for part in profiles]
+        components = pca(profiles[0].shape)
+        scaled = make_pipeline(StandardScaler(with_mean=False), pca(profiles[0].shape))
+        for ending, unfitted in (("", components), (", scaled genes", scaled)):
+            fit = unfitted.fit(profiles[0])
+            both[f"PCA{COMPONENTS} of the fitted cells{ending}"] = [fit.transform(part) for part in profiles]
     both["all shared genes"] = profiles
     n, labels = len(whole[0]), np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
@@ -151,11 +144,11 @@ class Transfer(Task):
         """Scores of the dataset's cells; skipped for datasets that are not tested, and without a label in common."""
         config, dataset = self.config, context.dataset
         if dataset in config.fit_on:
-            return TaskResult(skipped="the classifiers are fitted on it")
+            raise Skipped("the classifiers are fitted on it")
         if config.test_on is not None and dataset not in config.test_on:
-            return TaskResult(skipped="it is not in evaluate.tasks.transfer.test_on")
+            raise Skipped("it is not in evaluate.tasks.transfer.test_on")
         if "label" not in context.roles:
-            return TaskResult(skipped="the dataset has no label column")
+            raise Skipped("the dataset has no label column")
         assert context.datasets is not None
         fitted = []
         for name in config.fit_on:
@@ -183,11 +176,11 @@ class Transfer(Task):
             "n_copies": int(same.sum()),
         }
         if len(names := tally(labels)) < 2:
-            return TaskResult(figures=numbers, skipped=f"the cells of {fitted_on} have one label")
+            raise Skipped(f"the cells of {fitted_on} have one label", numbers)
         ids = config.ontology and _are_ids([*fitted, tested])
         if not (known.any() or (ids and len(known))):
             theirs, own = ", ".join([*names][:3]), ", ".join([*new][:3])
-            return TaskResult(figures=numbers, skipped=f"no label in common: fitted {theirs}, tested {own or 'none'}")
+            raise Skipped(f"no label in common: fitted {theirs}, tested {own or 'none'}", numbers)
         seen, given = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
@@ -203,9 +196,11 @@ def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd
     """Label column of a fitted dataset: with the name of the tested dataset's label, else in its position."""
     name = context.roles["label"].name
     labels = {role: column for role, column in roles.items() if role.partition(" ")[0] == "label"}
-    further = (role for role, column in context.roles.items() if role.startswith("label ") and column.name == name)
-    same_name = (column for column in labels.values() if column.name == name)
-    label = next(same_name, labels.get(next(further, "label")))
+    for column in labels.values():
+        if column.name == name:
+            return column
+    further = [role for role, column in context.roles.items() if role.startswith("label ") and column.name == name]
+    label = labels.get(further[0] if further else "label")
     if label is None:
         raise ConfigError(
             f"evaluate.tasks.transfer.fit_on: {dataset!r} has no label for {name!r} of {context.dataset!r}; name "

@@ -1,7 +1,8 @@
-"""Task integration: measures by hand and against scikit-learn, and invariants."""
+"""Tasks clustering and integration, and the UMAP: measures by hand and against scikit-learn, and invariants."""
 
+import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,12 +10,77 @@ import pytest
 from scipy.stats import chisquare
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression
-from sklearn.metrics import pairwise_distances, silhouette_samples
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score, pairwise_distances, silhouette_samples
+from sklearn.neighbors import NearestNeighbors
 
-from cellmill.config.parts.tasks import IntegrationConfig
+from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
+from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import integration as mixing
-from cellmill.evaluate.tasks.integration import Integration, NeighborGraph
-from tests.unit.evaluated import make_context
+from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
+from cellmill.evaluate.tasks.integration import Integration, NeighborGraph, jaccard_weights
+from cellmill.evaluate.umap import project
+
+MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_rand_score)]
+
+
+@pytest.mark.parametrize(("scores", "reference"), MEASURES)
+def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(scores: Any, reference: Any) -> None:
+    random = np.random.default_rng(0)
+    classes = random.integers(0, 4, 400)
+    clusters = np.where(random.random(400) < 0.7, classes, random.integers(0, 6, 400))
+    made = scores(classes, clusters)
+    assert made.mean() == pytest.approx(reference(classes, clusters), abs=1e-12)
+    draws = random.integers(0, 400, (300, 400))
+    bootstrap = np.std([reference(classes[cells], clusters[cells]) for cells in draws])
+    assert made.std() / 20 == pytest.approx(bootstrap, rel=0.15)
+    named = np.array(["d", "a", "c", "b"])[classes]
+    np.testing.assert_allclose(scores(named, clusters), made, atol=1e-12)
+    np.testing.assert_allclose(scores(clusters, classes), made, atol=1e-12)
+    for same in (np.zeros(9, int), np.arange(9)):
+        assert scores(same, same).mean() == pytest.approx(1)
+    assert scores(classes, np.zeros(400, int)).mean() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_graph_has_the_nearest_cells_and_jaccard_weights_by_hand() -> None:
+    line = np.array([[0.0], [1.0], [3.0], [7.0]])
+    graph = NeighborGraph.of(line, 2)
+    assert graph.indices.tolist() == [[1, 2], [0, 2], [1, 0], [2, 1]]
+    assert graph.distances.tolist() == [[1, 3], [1, 2], [2, 3], [4, 6]]
+    weights = jaccard_weights(graph).toarray()
+    # neighbours with themselves: {0, 1, 2} three times, and {1, 2, 3}, which shares two of four
+    assert weights.tolist() == [[0, 1, 1, 0], [0, 0, 1, 0.5], [0, 0, 0, 0.5], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(NeighborGraph.of(line, 90).indices.shape, (4, 3))
+
+
+def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(context: Context) -> None:
+    pytest.importorskip("igraph")
+    label = context.roles["label"].astype(str)
+    classes = np.unique(label, return_inverse=True)[1]
+    random = np.random.default_rng(0)
+    vectors = (10 * np.eye(16)[classes] + random.normal(size=(len(classes), 16))).astype(np.float32)
+    planted = replace(context, vectors=vectors)
+    config = ClusteringConfig(resolutions=[0.1, 1.0], seeds=2, min_cells=5)
+    result = Clustering(config).run(planted)
+    rows = {row["name"]: row for row in result.rows}
+    assert list(rows) == [
+        "embedding",
+        "untrained",
+        "PCA50 of the training cells",
+        "PCA50 of the scored cells",
+        "PCA50 of the scored cells, scaled genes",
+        "all genes",
+    ]
+    own = rows["embedding"]
+    assert own["ARI, best resolution_repetitions"] == own["NMI, best resolution_repetitions"] == [1.0, 1.0]
+    assert own["clusters there"] == len(result.figures["classes"])
+    noise = replace(context, vectors=random.normal(size=vectors.shape).astype(np.float32))
+    lost = Clustering(config).run(noise)
+    assert abs(lost.rows[0]["ARI, resolution 1_mean"]) < 0.1
+    assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
+    assert any(v.outcome == "behind" for v in lost.verdicts)
+    again = Clustering(config).run(replace(planted, baselines=type(context.baselines)()))
+    assert again.to_json() == result.to_json()
+
 
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]  # vectors, batches, labels
 
@@ -46,14 +112,6 @@ def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> No
     assert separated["graph connectivity"] == pytest.approx(27 / 80)  # each label is three components
     assert mixed["PCR"] > 0.99 > 0.8 > separated["PCR"]  # of components that have no variance but between batches
     assert mixed["label ASW"] > 0.9
-
-
-def test_the_order_of_cells_and_the_names_of_classes_change_nothing() -> None:
-    vectors, batches, labels = cells(3)
-    order = np.random.default_rng(1).permutation(len(labels))
-    renamed = (vectors[order], (2 - batches)[order], (labels[order] + 1) % 3)
-    found, expected = (measured(of) for of in (renamed, (vectors, batches, labels)))
-    assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_lisi_has_the_weights_of_its_perplexity() -> None:
@@ -122,9 +180,8 @@ def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number
     assert mixing.isolated_labels(widths, np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])) is None
 
 
-def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(tmp_path: Path, simulated: Path) -> None:
+def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(context: Context) -> None:
     pytest.importorskip("harmonypy")
-    context = make_context(tmp_path, simulated)
     batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 3, name="batch").astype(str)
     batch[:6] = None
     label = np.unique(context.roles["label"].astype(str), return_inverse=True)[1]
@@ -145,6 +202,27 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(tm
     assert result.figures["n_without_batch"] == 3
     assert {verdict.against for verdict in result.verdicts} == {"PCA50, Harmony"}
     assert result.to_json() == task.run(with_batch).to_json()
-    assert task.run(context).skipped == "the dataset has no batch column"
+    assert run_task(task, context).skipped == "the dataset has no batch column"
     one = replace(with_batch, roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")})
-    assert task.run(one).skipped == "the labelled scored cells have 1 batches, not 2"
+    assert run_task(task, one).skipped == "the labelled scored cells have 1 batches, not 2"
+
+
+def test_cells_of_a_cluster_stay_together_in_the_same_picture_each_time() -> None:
+    random = np.random.default_rng(0)
+    of_cell = np.arange(180) % 3
+    vectors = (8 * random.normal(size=(3, 16))[of_cell] + random.normal(size=(180, 16))).astype(np.float32)
+    picture = project(vectors, seed=1)
+    nearest = NearestNeighbors(n_neighbors=6).fit(picture).kneighbors(return_distance=False)
+    assert (of_cell[nearest] == of_cell[:, None]).all()
+    np.testing.assert_array_equal(project(vectors, seed=1), picture)
+    assert not np.array_equal(project(vectors, seed=2), picture)
+    assert "umap" in sys.modules
+    assert hasattr(sys.modules.get("pynndescent", np), "__file__"), "no stand-in is left for other packages"
+
+
+def test_few_or_equal_cells_have_a_picture_too() -> None:
+    for n in (1, 3, 4, 5, 17):
+        for vectors in (np.random.default_rng(n).normal(size=(n, 4)), np.ones((n, 4))):
+            picture = project(vectors.astype(np.float32), seed=0)
+            assert picture.shape == (n, 2)
+            assert np.isfinite(picture).all()
