@@ -8,11 +8,10 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.cluster.rig import Rig
 from tests.distributed.command import last_step, losses, wait_for, words
@@ -124,16 +123,25 @@ class Launched:
         return [json.loads(path.read_text()) for path in sorted(self.train.glob("jobs/*/job.json"))]
 
 
-def need_killable_nodes(rig: Rig) -> None:
-    """Skip a test that kills a node where all of the rig's nodes are this machine."""
-    if not rig.namespaces:
-        pytest.skip("a node can be killed only where it has a namespace of its own: root, and the right to make them")
-
-
 def wrapper(folder: Path, name: str, script: str) -> dict[str, str]:
     """A shell script in place of a SLURM command (`$REAL`), first on the returned PATH."""
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}\n")
     path.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def cellmill(rig: Rig, *words: str, cwd: Path | None = None, code: int | None = None) -> str:
+    """What a command of cellmill prints; it must end with the exit code, if given."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cellmill.cli", *words],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert code in (None, done.returncode), done.stdout
+    return done.stdout

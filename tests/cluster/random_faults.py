@@ -12,9 +12,7 @@ Two runs at a time, on the partitions gpu-a100 and gpu-h100, with `EACH` faults 
 import argparse
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.launched import Launched, on_slurm, run_options
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
 from tests.distributed.command import pids_with, wait_for
 
@@ -62,10 +60,8 @@ class FaultyRun:
         self.kind, self.nodes = PARTITIONS[self.partition]
         self.name, self.results = self.folder.name, self.folder / "results"
         self.train, self.bin = self.results / "runs" / self.name / "train", self.folder / "bin"
-        self.bin.mkdir(parents=True)
         for name, script in (("squeue", EMPTY), ("sbatch", LOST)):
-            (self.bin / name).write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\n{script}")
-            (self.bin / name).chmod(0o755)
+            self.path = wrapper(self.bin, name, script)
         self.launched: Launched | None = None
         self._ended = threading.Event()
 
@@ -110,8 +106,7 @@ class FaultyRun:
             cpus_per_task=2,
             runtime=30,
         )
-        path = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
-        environment = self.rig.environment | path
+        environment = self.rig.environment | self.path
         self.launched = Launched.start(self.corpus, self.train, run_options(STEPS), environment, **machine)
 
     def _launcher(self) -> Launched:
@@ -186,11 +181,7 @@ def interrupt(run: FaultyRun) -> None:
 
 
 def cancel(run: FaultyRun) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "cellmill.cli", "cancel", run.name, "--results", str(run.results)],
-        env=os.environ | run.rig.environment,
-        capture_output=True,
-    )
+    cellmill(run.rig, "cancel", run.name, "--results", str(run.results))
 
 
 def cancel_as_somebody_else(run: FaultyRun) -> None:
@@ -282,8 +273,7 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
     """Make so many faults, one run after another in each partition. Raises AssertionError at the first difference."""
     expected = undisturbed(corpus, folder / "undisturbed")
     numbers, runs, deck = iter(range(-(-faults // EACH))), [], random.Random(seed)
-    possible = [kind for kind in FAULTS if kind is not kill_node or rig.namespaces]
-    kinds = [kind for _ in range(-(-faults // len(possible))) for kind in deck.sample(possible, len(possible))][:faults]
+    kinds = [kind for _ in range(-(-faults // len(FAULTS))) for kind in deck.sample(FAULTS, len(FAULTS))][:faults]
     lock = threading.Lock()
 
     def work(partition: str) -> None:

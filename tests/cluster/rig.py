@@ -1,8 +1,8 @@
 """A real SLURM on one host: slurmctld, four slurmd, and on request MariaDB and slurmdbd; no systemd.
 
-As root with veth each node is in a network and UTS namespace of its own, so torchrun crosses a network and a node can
-be killed; otherwise all share the loopback interface. Where cgroup v1 is mounted for writing, processes are tracked and
-memory is enforced with it, as production clusters do: signals then reach the task process alone.
+Each node is in a network and UTS namespace of its own, which only root can make, so torchrun crosses a network and a
+node can be killed. Where cgroup v1 is mounted for writing, processes are tracked and memory is enforced with it, as
+production clusters do: signals then reach the task process alone.
 
     python -m tests.cluster.rig start [--accounting]     prints what to export
     python -m tests.cluster.rig stop
@@ -35,7 +35,7 @@ ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
 START_S = 300  # a quiet machine needs a few
 BRIDGE, NETWORK, MARK = "br-cellmill", "10.251.0", "# cellmill test cluster"
-CGROUPS = ("freezer", "memory", "cpuset", "devices", "cpuacct", "cpu,cpuacct")
+CONTROLLER = f"{NETWORK}.1"
 
 
 class RigError(Exception):
@@ -48,29 +48,25 @@ def missing(accounting: bool = False) -> str | None:
         if shutil.which(command, path=PATHS) is None:
             packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}" if accounting else PACKAGES
             return f"{command} is not installed (apt-get install --no-install-recommends {packages})"
-    if accounting and os.getuid() != 0:
-        return "accounting needs root, for MariaDB's user"
+    bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
+    script = f"{bridge} && ip link set cm-a master cm-try && mount -t tmpfs x /mnt"
+    words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", script]
+    if os.getuid() != 0 or subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL).returncode:
+        return "it needs root, and the right to make network namespaces and to mount file systems"
     return None
 
 
 class Rig:
     """One cluster at a time: node1 and node2 with gpu-a100, node3 and node4 with gpu-h100, all of them in cpu.
 
-    `small` is a file system of 2 MB that every node sees; None where none can be mounted. CELLMILL_RIG=loopback does
-    without namespaces where they could be had.
+    `small` is a file system of 2 MB that every node sees.
     """
 
     def __init__(self, folder: Path = Path("/var/tmp/cellmill-test-cluster"), accounting: bool = False) -> None:
         self.folder, self.accounting = folder, accounting
         self._lock: TextIO | None = None
-        root = os.getuid() == 0
-        self.namespaces = root and os.environ.get("CELLMILL_RIG") != "loopback" and can_isolate()
-        self.cgroups = root and all(
-            os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory")
-        )
-        self.small = (
-            folder / "small" if root and can("unshare", "--mount", "mount", "-t", "tmpfs", "x", "/mnt") else None
-        )
+        self.cgroups = all(os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory"))
+        self.small = folder / "small"
         self.config = folder / "etc" / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.config)}
 
@@ -81,17 +77,15 @@ class Rig:
         for name in ("etc", "state", "spool", "log", "dev", "small"):
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
-        if self.small is not None:
-            call("mount", "-t", "tmpfs", "-o", "size=2m,mode=777", "tmpfs", str(self.small))
+        call("mount", "-t", "tmpfs", "-o", "size=2m,mode=777", "tmpfs", str(self.small))
         self._write_config()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        munge = [f"--{name}={self.folder}/munge.{name}" for name in ("socket",)]
-        files = [f"--key-file={key}", f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munge.seed"]
-        call("munged", "--force", *munge, *files, f"--log-file={self.folder}/log/munged.log", "--num-threads=2")
-        if self.namespaces:
-            self._network()
+        files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munged.pid", "seed-file": "munge.seed"}
+        options = [f"--{name}={self.folder}/{file}" for name, file in (files | {"log-file": "log/munged.log"}).items()]
+        call("munged", "--force", *options, "--num-threads=2")
+        self._network()
         if self.accounting:
             self._database()
         self.start_controller()
@@ -131,7 +125,7 @@ class Rig:
         hosts = Path("/etc/hosts")
         if MARK in hosts.read_text():
             hosts.write_text("".join(line for line in hosts.read_text().splitlines(True) if MARK not in line))
-        if self.small is not None and os.path.ismount(self.small):
+        if os.path.ismount(self.small):
             call("umount", "-l", str(self.small))
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -152,19 +146,16 @@ class Rig:
     def kill_node(self, node: str) -> None:
         """Kill every process on a node, slurmd included, and tell the controller, which would take half a minute to
         notice."""
-        assert self.namespaces, "a node can be killed only where nodes have namespaces"
         for pid in self._pids_in(node):
             os.kill(pid, signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str, wait: bool = True) -> None:
         """Start a node's slurmd, and wait until it answers."""
-        command = ["slurmd", "-N", node, "-f", str(self.config)]
-        if self.namespaces:
-            # not `ip netns exec`: that mounts /sys anew, and slurmd needs /sys/fs/cgroup
-            script = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts && hostname {node} && exec {' '.join(command)}"
-            command = [*inside(node), "unshare", "--uts", "--mount", "bash", "-c", script]
-        call(*command, env=self._env())
+        slurmd = f"exec slurmd -N {node} -f {self.config}"
+        # not `ip netns exec`: that mounts /sys anew, and slurmd needs /sys/fs/cgroup
+        script = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts && hostname {node} && {slurmd}"
+        call(*inside(node), "unshare", "--uts", "--mount", "bash", "-c", script, env=self._env())
         if wait:
             self._until(
                 lambda: self.node_state(node) in ("idle", "mixed", "allocated"), f"{node} is not up", "slurmctld"
@@ -197,17 +188,15 @@ class Rig:
             raise RigError(f"{what} after {START_S} s; the end of {log}.log:\n{text}")
 
     def _address(self, number: int) -> str:
-        return f"{NETWORK}.{10 + number}" if self.namespaces else "127.0.0.1"
+        return f"{NETWORK}.{10 + number}"
 
     def _write_config(self) -> None:
-        host, controller = socket.gethostname(), self._controller()
+        host = socket.gethostname()
         nodes = []
         for number in range(1, NODES + 1):
             kind = "a100" if number < 3 else "h100"
-            where = f"node{number}" if self.namespaces else host
-            port = 16828 if self.namespaces else 17100 + number
             nodes.append(
-                f"NodeName=node{number} NodeHostname={where} NodeAddr={self._address(number)} Port={port} CPUs={CPUS} "
+                f"NodeName=node{number} NodeHostname=node{number} NodeAddr={self._address(number)} CPUs={CPUS} "
                 f"RealMemory={MEMORY_MB} Gres=gpu:{kind}:{GPUS} Feature={kind} State=UNKNOWN"
             )
         for number in range(GPUS):
@@ -219,11 +208,11 @@ class Rig:
             "FOLDER": str(self.folder),
             "USER": getpass.getuser(),
             "HOST": host,
-            "ADDRESS": controller,
+            "ADDRESS": CONTROLLER,
             "NODES": "\n".join(nodes),
             "TRACK": "cgroup" if self.cgroups else "linuxproc",
             "TASK": "cgroup" if self.cgroups else "none",
-            "ACCOUNTING": self._accounting_lines(controller),
+            "ACCOUNTING": self._accounting_lines(),
         }
         names = ["slurm.conf", "gres.conf", "cgroup.conf", *(["slurmdbd.conf"] if self.accounting else [])]
         for name in names:
@@ -232,32 +221,30 @@ class Rig:
             (self.folder / "etc" / name).write_text(text)
             (self.folder / "etc" / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
         # the executor plugin's jobs forget SLURM_CONF, and find the cluster at the usual place
-        if os.access("/etc", os.W_OK):
-            Path("/etc/slurm").mkdir(exist_ok=True)
-            for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
-                link = Path("/etc/slurm") / name
-                if link.exists() and not link.is_symlink():
-                    raise RigError(f"{link} is there already: a real cluster's?")
-                link.unlink(missing_ok=True)
-                link.symlink_to(self.folder / "etc" / name)
-        lines = [f"{controller} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
+        Path("/etc/slurm").mkdir(exist_ok=True)
+        for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
+            link = Path("/etc/slurm") / name
+            if link.exists() and not link.is_symlink():
+                raise RigError(f"{link} is there already: a real cluster's?")
+            link.unlink(missing_ok=True)
+            link.symlink_to(self.folder / "etc" / name)
+        lines = [f"{CONTROLLER} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
         (self.folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
-        if os.access("/etc/hosts", os.W_OK):
-            with open("/etc/hosts", "a") as file:
-                file.writelines(f"{line} {MARK}\n" for line in lines)
+        with open("/etc/hosts", "a") as hosts:
+            hosts.writelines(f"{line} {MARK}\n" for line in lines)
 
-    def _accounting_lines(self, controller: str) -> str:
+    def _accounting_lines(self) -> str:
         if not self.accounting:
             return "AccountingStorageType=accounting_storage/none"
         return (
-            f"AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost={controller}\n"
+            f"AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost={CONTROLLER}\n"
             f"AccountingStoragePort=16829\nAccountingStoragePass={self.folder}/munge.socket\n"
             "AccountingStorageTRES=gres/gpu"
         )
 
     def _network(self) -> None:
         call("ip", "link", "add", BRIDGE, "type", "bridge")
-        call("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        call("ip", "addr", "add", f"{CONTROLLER}/24", "dev", BRIDGE)
         call("ip", "link", "set", BRIDGE, "up")
         for number in range(1, NODES + 1):
             space, outside = namespace(f"node{number}"), f"vcm{number}"
@@ -281,7 +268,7 @@ class Rig:
             subprocess.Popen(
                 [
                     *("mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--socket={data}/s.sock"),
-                    *(f"--pid-file={data}/mariadbd.pid", "--port=13316", f"--bind-address={self._controller()}"),
+                    *(f"--pid-file={data}/mariadbd.pid", "--port=13316", f"--bind-address={CONTROLLER}"),
                     *("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M"),
                 ],
                 stdout=log,
@@ -311,30 +298,11 @@ class Rig:
         ):
             subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=300)
 
-    def _controller(self) -> str:
-        return f"{NETWORK}.1" if self.namespaces else "127.0.0.1"
-
     def _pids_in(self, node: str) -> list[int]:
         if not Path(f"/run/netns/{namespace(node)}").exists():
             return []
         listed = subprocess.run(["ip", "netns", "pids", namespace(node)], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
-
-
-def can(*command: str) -> bool:
-    """True if a command works here: root in a container may lack the right."""
-    try:
-        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
-    except OSError:
-        return False
-
-
-def can_isolate() -> bool:
-    """True if nodes can have namespaces joined by a bridge."""
-    bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
-    return can("unshare", "--net", "--uts", "--mount", "sh", "-c", f"{bridge} && ip link set cm-a master cm-try") and (
-        os.access("/run", os.W_OK)
-    )
 
 
 def inside(node: str) -> list[str]:

@@ -1,32 +1,23 @@
-"""status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher that follows it."""
+"""status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher that follows it; and
+its cost, by the run's own files and by sacct."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import Launched, on_slurm, run_options
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options
 from tests.cluster.rig import Rig
 from tests.distributed.command import wait_for
 
 
-def cellmill(rig: Rig, stage: str, results: Path) -> subprocess.Popen[str]:
-    """The command for the run called one."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "cellmill.cli", stage, "one", "--results", str(results)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | rig.environment,
-    )
-
-
 def printed(rig: Rig, stage: str, results: Path) -> str:
-    return cellmill(rig, stage, results).communicate(timeout=500)[0]
+    return cellmill(rig, stage, "one", "--results", str(results))
 
 
 @pytest.mark.full
@@ -36,7 +27,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
     first.wait_for_step(6)
     (job_id,) = first.job_ids()
-    attached = cellmill(rig, "attach", results)
+    command = [sys.executable, "-m", "cellmill.cli", "attach", "one", "--results", str(results)]
+    attached = subprocess.Popen(command, stdout=-1, stderr=-2, text=True, env=os.environ | rig.environment)
     table = printed(rig, "status", results)
     assert re.search(
         rf"^one  running  +\d+/5000 +[\d.]+  {job_id} +RUNNING +\S+ (h|min|s) +\d+ +\d+ s ago$", table, re.M
@@ -97,15 +89,40 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
 
 
 @pytest.mark.full
-def test_a_training_on_this_machine_is_cancelled_with_its_state_saved(rig: Rig, corpus: str, tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    run = Launched.start(corpus, results / "runs" / "one" / "train", run_options(5000), {}, nproc_per_node=1)
-    run.wait_for_step(3)
-    assert "one  running  " in printed(rig, "status", results)
-    done = printed(rig, "cancel", results)
+def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
+    rig_with_accounting: Rig, corpus: str, tmp_path: Path
+) -> None:
+    rig, train, opts = rig_with_accounting, tmp_path / "run" / "train", run_options(16)
+    first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(sbatch_options="begin=now+300"))
+    first.wait_for_print("PENDING (BeginTime)")
+    os.killpg(first.process.pid, signal.SIGINT)
+    assert first.end() == 75, first.printed
+    second = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1, mem_mb=2000))
+    assert second.end() == 0, second.printed
+
+    cost = json.loads((train / "cost.json").read_text())
+    jobs = cost["jobs"]
+    assert cost["source"] == "sacct"
+    assert [job["state"] for job in jobs] == ["CANCELLED", "COMPLETED"]
+    assert jobs[0]["started_at"] is None
+    assert jobs[0]["elapsed_s"] == 0
+    assert jobs[0]["queue_wait_s"] == jobs[0]["ended_at"] - jobs[0]["submitted_at"]
+    ran = jobs[1]
+    assert (ran["partition"], ran["nodes"], ran["processes"], ran["gpus"], ran["cpus"]) == ("gpu-a100", 2, 2, 4, 8)
+    held_s = int(rig.call("sacct", "-n", "-X", "-P", "-j", ran["job_id"], "-o", "ElapsedRaw"))
+    assert ran["elapsed_s"] == held_s
+    totals = cost["totals"]
+    assert totals["cpu_core_hours"] == pytest.approx(8 * held_s / 3600)
+    assert totals["gpu_hours"] == pytest.approx(4 * held_s / 3600)
+    assert 0.05 < totals["training_efficiency_frac"] < 1
+    assert 0.01 < totals["cpu_efficiency_frac"] < 1
+    assert 0.2 < totals["max_memory_gb"] < 4
+    assert cost["unknown"] == {}
     assert re.search(
-        rf"^ended process {run.process.pid}; saved at step [1-9]\d*; train resumes from there$", done, re.M
-    )
-    assert run.end() == 75
-    assert "one  stopped  " in printed(rig, "status", results)
-    assert re.search(r"^[\d.]+ core-hours in 1 start on this machine, \d+ % of it training$", run.printed, re.M)
+        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$", second.printed, re.M
+    ), second.printed
+
+    # SLURM counts from before the task starts to after it has ended
+    (attempt,) = (json.loads(path.read_text()) for path in train.glob("jobs/*/attempt-*.json"))
+    assert held_s == pytest.approx(attempt["ended_at"] - attempt["started_at"], abs=8)
+    assert ran["gpus"] == attempt["gpus"]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.runs.folder import read_lines
-from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
+from tests.cluster.launched import Launched, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
-from tests.distributed.command import pids_with, wait_for, words
+from tests.distributed.command import wait_for, words
 
 pytestmark = pytest.mark.full  # test_life.py has the faults that one run can meet
 
@@ -36,7 +35,6 @@ def same_curve(launched: Launched, alone: dict[int, float]) -> None:
 def test_runs_whose_node_dies_continue_on_what_is_left_or_when_it_is_back_and_have_all_nodes_after_a_requeue(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    need_killable_nodes(rig)
     for node in ("node1", "node2", "node3", "node4"):
         wait_for(lambda node=node: rig.node_state(node) == "idle")
     # they must not be done before the node is back
@@ -174,31 +172,3 @@ def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, cor
     assert outside.stderr == (
         "cellmill train: launcher allocation: not inside a SLURM job; start it with salloc or sbatch\n"
     )
-
-
-def test_the_allocation_of_a_launcher_that_was_killed_is_left_alone(rig: Rig, corpus: str, tmp_path: Path) -> None:
-    train = tmp_path / "run" / "train"
-    here = {"launcher": "allocation", "nproc_per_node": 1, "mem_mb": 1000, "cpus_per_task": 2}
-    inside = words(corpus, train, run_options(5000), **here)
-    ask = ("salloc", "-p", "gpu-h100", "--mem=3000", "-c", "4", "-t", "20")
-    salloc = subprocess.Popen(
-        [*ask, "bash", "-c", '"$@" & until [ -e "$0" ]; do sleep 1; done', str(tmp_path / "end"), *inside],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | rig.environment,
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: any(line.get("step", 0) >= 3 for line in read_lines(train / "metrics.jsonl")))
-        (allocation,) = rig.squeue()
-        for pid in pids_with("cellmill.cli train", "--launcher=allocation", str(train)):
-            if Path(f"/proc/{pid}/comm").read_text().startswith("python"):  # salloc and bash have the same words
-                os.kill(pid, signal.SIGKILL)
-        machine = on_slurm(nodes=1, nproc_per_node=1, gpus_per_node="a100:1")
-        run = Launched.start(corpus, train, run_options(5000), rig.environment, **machine)
-        run.wait_for_print("submitted job")
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.end() == 75, run.printed
-        assert "attached to job" not in run.printed
-        assert rig.squeue() == [allocation]
-    finally:
-        (tmp_path / "end").touch()
-        salloc.wait(60)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launched import Launched, need_killable_nodes, on_slurm, run_options, wrapper
+from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig, inside
 from tests.distributed.command import pids_with, wait_for
 
@@ -70,20 +70,9 @@ class Life:
         (line,) = self.rig.squeue()
         return line.split()[0]
 
-    def cellmill(self, *command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "cellmill.cli", *command, "--results", str(self.folder / "results")],
-            env=os.environ | self.rig.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        return done.stdout + done.stderr
-
 
 @pytest.fixture(scope="module")
 def life(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    need_killable_nodes(rig)
     found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
     alone = tmp_path_factory.mktemp("alone") / "train"
     # it trains while others wait for the nodes
@@ -116,9 +105,10 @@ def test_a_killed_launcher_is_followed_by_one_that_attaches(life: Life) -> None:
     third = life.start()
     wait_for(lambda: f"attached to job {job}" in third.printed.removeprefix(printed), lambda: third.printed)
     assert life.job() == job
-    status = life.cellmill("status")
+    results = ("--results", str(life.folder / "results"))
+    status = cellmill(life.rig, "status", *results)
     assert re.search(rf"^life  running  +\d+/{STEPS} .* {job} +RUNNING ", status, re.M), status
-    assert f"step 1/{STEPS}" in life.cellmill("logs", "life")
+    assert f"step 1/{STEPS}" in cellmill(life.rig, "logs", "life", *results)
 
 
 @pytest.mark.full

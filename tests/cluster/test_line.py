@@ -1,10 +1,11 @@
 """The whole line through `snakemake --profile slurm`: stages as jobs of the executor plugin, training through the
-launcher on two nodes of two processes.
+launcher on two nodes of two processes; and a stage that can never start.
 """
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster.launched import cellmill
 from tests.cluster.rig import Rig
+from tests.distributed.command import wait_for
 from tests.workflow.conftest import REPOSITORY, Project, make_project
 
 SECRET = "planted-key-of-a-tracker"
@@ -23,8 +26,6 @@ SECRET = "planted-key-of-a-tracker"
 def trained(rig: Rig, cells: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     """A project that was run through SLURM to the end of its training, and Snakemake's output. The folder's name has a
     space; with a quote the plugin's jobs fail."""
-    if not Path("/etc/slurm/slurm.conf").exists():
-        pytest.skip("the executor plugin's jobs look for the cluster in /etc/slurm, which this user cannot write")
     project = make_project(tmp_path_factory.mktemp("line") / "the line", cells)
     write_profile(project.folder / "profiles" / "slurm", rig)
     return project, run(project, rig, "results/runs/tiny/train/status.json")
@@ -135,3 +136,45 @@ def test_a_secret_in_the_environment_is_written_to_no_file(line: tuple[Project, 
 def test_the_same_command_finds_nothing_to_do_on_another_machine(line: tuple[Project, str]) -> None:
     project, _ = line
     assert project.jobs("--set-resources", "train:nproc_per_node=1", "train:runtime=7", profile="profiles/local") == {}
+
+
+@pytest.mark.full
+def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", cells)
+    write_profile(project.folder / "profiles" / "long", rig)
+    file = project.folder / "profiles" / "long" / "config.yaml"
+    profile = yaml.safe_load(file.read_text())
+    profile["set-resources"]["preprocess"]["runtime"] = 90
+    file.write_text(yaml.safe_dump(profile))
+    lines = cellmill(rig, "preflight", "--profile", "long", "--no-job", cwd=project.folder).splitlines()
+    too_long = "partition cpu (scontrol) allows 60 min, requested: 90; set-resources: preprocess: runtime: 60"
+    assert f"no  stage preprocess, time limit: {too_long}" in lines, lines
+    assert "ok  stage shard: fits cpu, 10 min, 1500 MB, 4 CPUs" in lines, lines
+    printed = project.folder / "printed"
+    with open(printed, "w") as output:
+        process = subprocess.Popen(
+            project.command(profile=str(project.folder / "profiles" / "long")),
+            cwd=project.folder,
+            env=os.environ | rig.environment | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        reason = (
+            "PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: lower it in the profile"
+        )
+        wait_for(lambda: reason in printed.read_text(), printed.read_text, within_s=120)
+        (line,) = [line for line in printed.read_text().splitlines() if reason in line]
+        (job,) = [each.split()[0] for each in rig.squeue()]
+        assert line == f"cellmill: stage preprocess: job {job}: {reason}"
+        assert cellmill(rig, "status", cwd=project.folder).splitlines()[-1] == f"stage preprocess: job {job}: {reason}"
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # seen once: Snakemake went on waiting for its job
+            os.killpg(process.pid, signal.SIGKILL)
+            for line in rig.squeue():
+                rig.call("scancel", line.split()[0])
+    wait_for(lambda: not rig.squeue(), lambda: str(rig.squeue()))
