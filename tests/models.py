@@ -63,6 +63,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "scgpt": ("binned", {"family": "scgpt", "ends": "cls", "pooling": "cls"} | SHAPE),
 }
 """A small model of each family whose layers cellmill makes, and a tokenizer that it reads."""
+ONE_LAYER: dict[str, dict[str, Any]] = {
+    "encoder": {"family": "encoder", "hidden": 16, "layers": 1, "heads": 2, "dropout": 0.2},
+    "profile": {"family": "profile", "hidden": 16, "layers": 1, "dropout": 0.2},
+}
 
 
 def genes_of(n_genes: int) -> Vocabulary:

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
-from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.files import sha256_file, write_json
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, write_model
 from cellmill.stages import data
 from tests.models import spec
 
@@ -41,22 +41,14 @@ def export_model(
     known = Vocabulary.read(genes)
     options = {name: value for name, value in (SMALL | model).items() if value is not None}
     given = spec(known.n_genes, Tokens.model_validate({"max_tokens": 64} | (tokens or {})), levels, **options)
-    config = {
-        "format": WEIGHTS_FORMAT,
-        "family": given.model.family,
-        "model": given.model.model_dump(mode="json"),
-        "objective": given.objective.model_dump(mode="json"),
-        "tokens": given.tokens.model_dump(mode="json"),
-        "n_genes": known.n_genes,
-        "vocabulary_digest": known.digest,
-        "fingerprint": "none",
-        "levels": levels or {},
-        "step": 0,
-    }
     network = build(given)
     kept = network.state_dict().keys()  # parameters and persistent buffers
     tensors = {name: tensor for name, tensor in initial_tensors(network, seed, None, known) if name in kept}
-    write_tensors(folder / "model.safetensors", tensors)
-    known.write(folder / "vocabulary.tsv")
-    write_json(folder / "config.json", config | {"weights_sha256": sha256_file(folder / "model.safetensors")})
+    return save_model(folder, given, known, tensors)
+
+
+def save_model(folder: Path, given: ModelSpec, genes: Vocabulary, tensors: dict[str, torch.Tensor]) -> Path:
+    """The folder of a model with these tensors."""
+    about = {"fingerprint": "none", "levels": given.levels, "step": 0}
+    write_model(folder, given.sections(), genes, tensors, about, lambda config: "")
     return folder

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
 ENDS = ("<cls>", "<eos>")
@@ -43,8 +44,6 @@ def geneformer_folder(folder: Path, genes: list[str], version: str = "V1", posit
     if version == "V1":
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        from safetensors.torch import save_file
-
         save_file(tensors, folder / "model.safetensors")
     (folder / "token_dictionary_gc.pkl").write_bytes(pickle.dumps(tokens))
     (folder / "gene_median_dictionary_gc.pkl").write_bytes(pickle.dumps(geneformer_medians(genes), protocol=2))

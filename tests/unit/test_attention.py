@@ -10,6 +10,7 @@ LENGTHS = {
     "equal": [6, 6, 6],
     "runs of equal cells": [4, 4, 9, 9, 9, 2],
     "one cell": [11],
+    "cells without tokens": [0, 2, 0, 3],
     "short and long cells": [5, 300, 300, 257, 2],
 }
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -35,8 +36,16 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list
     return torch.cat(rows).to(q.dtype)
 
 
-def check_packed(lengths: list[int], dtype: torch.dtype, causal: bool) -> None:
-    """Compare packed attention and its gradients with the reference."""
+either_way = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+all_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+
+
+@all_lengths
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@either_way
+def test_packed_attention_and_its_gradients_are_those_written_out(
+    lengths: list[int], dtype: torch.dtype, causal: bool
+) -> None:
     packed, other = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
     out = attention(*packed, _cu_seqlens(lengths), lengths, causal)
     expected = written_out(*other, lengths, causal)
@@ -49,24 +58,6 @@ def check_packed(lengths: list[int], dtype: torch.dtype, causal: bool) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-either_way = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "causal"),
-    [
-        pytest.param(
-            name, dtype, causal, marks=() if (dtype == torch.bfloat16) == (causal == at % 2) else pytest.mark.full
-        )
-        for at, name in enumerate(LENGTHS)
-        for dtype in TOLERANCE
-        for causal in (False, True)
-    ],
-)
-def test_packed_attention_and_its_gradients_are_those_written_out(name: str, dtype: torch.dtype, causal: bool) -> None:
-    check_packed(LENGTHS[name], dtype, causal)
-
-
 def test_no_scores_are_kept_for_the_backward_pass() -> None:
     packed, kept = _qkv(400, torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
@@ -74,24 +65,9 @@ def test_no_scores_are_kept_for_the_backward_pass() -> None:
     assert max(kept) == packed[0].numel() < 400 * 400
 
 
-def test_no_cells_give_no_tokens_and_gradients_of_no_tokens() -> None:
-    packed = _qkv(0, torch.float32)
-    out = attention(*packed, _cu_seqlens([]), [])
-    assert out.shape == (0, 3, 8)
-    out.sum().backward()
-    assert all(x.grad is not None for x in packed)
-
-
-@either_way
-def test_a_cell_without_tokens_among_others_changes_nothing(causal: bool) -> None:
-    q, k, v = _qkv(5, torch.float32)
-    with_empty = attention(q, k, v, _cu_seqlens([0, 2, 0, 3]), [0, 2, 0, 3], causal)
-    assert torch.equal(with_empty, attention(q, k, v, _cu_seqlens([2, 3]), [2, 3], causal))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
 @either_way
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@all_lengths
 def test_the_gpu_kernel_gives_what_is_written_out(lengths: list[int], causal: bool) -> None:
     q, k, v = (x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16))
     out = attention(q, k, v, _cu_seqlens(lengths).cuda(), lengths, causal)

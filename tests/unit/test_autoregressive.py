@@ -1,31 +1,39 @@
-"""Family autoregressive with next_gene: the loss is the chain of likelihoods, and nothing of later genes reaches it."""
+"""Family autoregressive with next_gene: the loss is a chain of likelihoods; drawn cells are those of full passes."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from cellmill.cli import main
 from cellmill.config.checks import check_together
-from cellmill.config.parts.family import FamilyConfig
-from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.task import read_gene_statistics
 from cellmill.models.batch import EncoderBatch, to_tensors
-from cellmill.models.build import ModelSpec
+from cellmill.models.families.autoregressive import (
+    GeneratedCell,
+    Sampling,
+    ends_before,
+    generate_cells,
+    next_genes,
+    next_values,
+)
 from cellmill.models.objective import GeneStatistics
 from tests.checks import check_gradients
-from tests.models import KEYS, initialized, random_cells, train_options
-from tests.unit.small_corpus import write_corpus
+from tests.models import KEYS, initialized, random_cells, spec, train_options
+from tests.unit.exported import export_model
+from tests.unit.small_corpus import genes_named, vocabulary_of, write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
-FAMILY = {"family": "autoregressive", "hidden": 16, "layers": 2, "heads": 2}
+FAMILY = {"family": "autoregressive", "hidden": 16, "layers": 2, "heads": 2, "objective": "next_gene"}
 TOKENIZERS = pytest.mark.parametrize("tokenizer", ["continuous", "binned", "rank"])
 
 
@@ -33,18 +41,9 @@ def tokens_of(tokenizer: str) -> Tokens:
     return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
 
 
-def spec_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> ModelSpec:
-    return ModelSpec(
-        FamilyConfig.model_validate(FAMILY | options),
-        ObjectiveConfig.model_validate({"name": "next_gene"} | (objective or {})),
-        tokens_of(tokenizer),
-        N_GENES,
-    )
-
-
-def model_of(tokenizer: str = "continuous", objective: dict[str, Any] | None = None, **options: Any) -> Any:
+def model_of(tokenizer: str = "continuous", **options: Any) -> Any:
     """A model with initial values, but gene embeddings large enough for unequal logits."""
-    model: Any = initialized(spec_of(tokenizer, objective, **options))
+    model: Any = initialized(spec(N_GENES, tokens_of(tokenizer), **FAMILY | options))
     with torch.no_grad():
         model.gene_embedding.weight.mul_(20)
     return model
@@ -57,7 +56,7 @@ def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 
 
 @TOKENIZERS
 def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: str) -> None:
-    model, batch = model_of(tokenizer, {"value_loss_weight": 0.5}), batch_of(tokenizer)
+    model, batch = model_of(tokenizer, value_loss_weight=0.5), batch_of(tokenizer)
     prepared = model.prepare(batch, **KEYS)
     states, expected = model.states(prepared), torch.zeros(())
 
@@ -87,15 +86,12 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
 
 def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:
     mean, last, batch = model_of().eval(), model_of(pooling="last").eval(), batch_of()
-    cut = batch_of(lengths=(20,))
+    beginning = Batch(batch.genes[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0]))
     with torch.no_grad():
         states = mean.states(EncoderBatch.prepared(batch)).split(batch.lengths)
         torch.testing.assert_close(mean.embed(batch), torch.stack([cell.mean(0) for cell in states]))
         torch.testing.assert_close(last.embed(batch), torch.stack([cell[-1] for cell in states]))
-        shorter = replace(cut, genes=batch.genes[:20], values=batch.values[:20])
-        prefix = [getattr(shorter, name)[:7] for name in ("genes", "values")]
-        part = replace(shorter, genes=prefix[0], values=prefix[1], cu_seqlens=torch.tensor([0, 7]).int(), lengths=[7])
-        torch.testing.assert_close(last.embed(part)[0], states[0][6], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(last.embed(beginning)[0], states[0][6], rtol=1e-5, atol=1e-5)
 
 
 def test_every_tensor_with_a_row_per_token_is_matched_by_gene() -> None:
@@ -161,3 +157,143 @@ def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
 def test_an_encoder_which_sees_later_genes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^objective.name next_gene: family encoder serves "):
         check_together(train_options(objective={"name": "next_gene"}, model={"family": "encoder"}))
+
+
+CELLS = range(40, 52)
+
+
+def generator(tokenizer: str = "continuous") -> Any:
+    return model_of(tokenizer, hidden=32).double().eval()
+
+
+def states_of(model: Any, genes: list[int], values: torch.Tensor) -> torch.Tensor:
+    """(N, H): the states of a full forward pass over vocabulary rows `genes`."""
+    batch = Batch(torch.tensor(genes) + 2, values, torch.tensor([0, len(genes)]).int(), torch.tensor([0]))
+    states: torch.Tensor = model.states(EncoderBatch.prepared(batch))
+    return states
+
+
+@torch.no_grad()
+def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
+    """One cell, by a full forward pass for each of its genes."""
+    cell, genes, objective = torch.tensor([number]), [], model.objective
+    values = torch.zeros(0, dtype=torch.int64 if objective.tokens.value_kind != "scalar" else torch.float32)
+    while True:
+        state = states_of(model, genes, values)[-1:] if genes else model.start[None]
+        place = len(genes)
+        ends = bool(ends_before(model, state, cell, sampling, place))
+        if ends or place == sampling.max_genes:
+            return GeneratedCell(genes, values.tolist() if objective.predicts_values else None, ends)
+        listed = torch.tensor([genes], dtype=torch.int64) + 2
+        gene = next_genes(model, state, listed, cell, sampling)
+        values = torch.cat([values, next_values(model, state, gene, cell, sampling, place)])
+        genes = [*genes, int(gene) - 2]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "sampling"),
+    [
+        pytest.param("continuous", Sampling(MAX_TOKENS, seed=1), marks=pytest.mark.full),
+        ("continuous", Sampling(20, temperature=0.5, top_k=5, seed=2, prompt=(7, 3))),
+        pytest.param("binned", Sampling(MAX_TOKENS, seed=3), marks=pytest.mark.full),
+        pytest.param("rank", Sampling(MAX_TOKENS, temperature=0), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_cells_are_those_of_full_forward_passes(tokenizer: str, sampling: Sampling) -> None:
+    model = generator(tokenizer)
+    found = generate_cells(model, sampling, CELLS)
+    expected = [uncached(model, sampling, number) for number in CELLS]
+    for own, reference in zip(found, expected):
+        assert (own.genes, own.ended) == (reference.genes, reference.ended)
+        assert (own.values is None) == (tokenizer == "rank")
+        np.testing.assert_allclose(own.values or 0, reference.values or 0, rtol=1e-6)
+        assert len(set(own.genes)) == len(own.genes)
+        assert tuple(own.genes[: len(sampling.prompt)]) == sampling.prompt
+    if sampling.temperature:
+        assert len({len(cell.genes) for cell in found}) > 2, "cells of one length test no leaving"
+        assert len({tuple(cell.genes) for cell in found}) == len(CELLS)
+        assert generate_cells(model, replace(sampling, seed=6), CELLS) != found
+
+
+def test_greedy_genes_are_the_likeliest_of_one_full_forward_pass() -> None:
+    model = generator()
+    [cell] = generate_cells(model, Sampling(25, temperature=0), range(1))
+    genes, values, n = torch.tensor(cell.genes) + 2, torch.tensor(cell.values), len(cell.genes)
+    assert n == 25
+    with torch.no_grad():
+        before = torch.cat([model.start[None], states_of(model, cell.genes, values)[:-1]])
+        logits = before @ model.gene_embedding.weight.T + model.gene_bias
+        predicted = model.objective.values(model, before, genes)
+    logits[:, :2] = -torch.inf
+    for place in range(n):
+        assert int(logits[place].argmax()) == int(genes[place])
+        logits[place + 1 :, genes[place]] = -torch.inf
+    torch.testing.assert_close(predicted, values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (1.0, 5)])
+def test_genes_are_drawn_from_the_softmax(temperature: float, top_k: int | None) -> None:
+    model, n = generator(), 4000
+    with torch.no_grad():
+        model.start.mul_(4)
+        logits = (model.gene_embedding.weight @ model.start + model.gene_bias)[2:] / temperature
+    cells = generate_cells(model, Sampling(1, temperature, top_k, seed=1), range(n))
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    expected = n * logits.softmax(0).detach().numpy()
+    found = np.bincount([cell.genes[0] for cell in cells], minlength=N_GENES)
+    assert (found[expected == 0] == 0).all()
+    likely = expected > 0
+    chi2 = (np.square(found - expected)[likely] / expected[likely]).sum()
+    assert chi2 < likely.sum() + 5 * np.sqrt(2 * likely.sum())
+
+
+def exported(folder: Path, **options: Any) -> Path:
+    genes = folder / "genes.tsv"
+    vocabulary_of(genes_named(40)).write(genes)
+    family = {"family": "autoregressive", "objective": "next_gene"}
+    return export_model(folder / "model", genes, {"max_tokens": 16}, **(family | options))
+
+
+def test_the_file_has_genes_in_generated_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = exported(tmp_path)
+    command = f"generate --model {model} --cells 10 --prompt g7,ENSG00000000003 --seed 4"
+    for out, batch in (("a", 64), ("b", 3)):
+        assert main(f"{command} --out {tmp_path / out}.h5ad --batch-cells {batch}".split()) == 0
+    a, b = (ad.read_h5ad(tmp_path / f"{name}.h5ad") for name in "ab")
+    for own, other in ((a.X, b.X), (a.layers["rank"], b.layers["rank"])):
+        for part in ("data", "indices", "indptr"):
+            assert (getattr(own, part) == getattr(other, part)).all()
+    assert (a.n_obs, a.n_vars) == (10, 40)
+    assert list(a.var["symbol"].iloc[[7, 3]]) == ["g7", "g3"]
+    for cell in range(10):
+        genes = a.X.indices[a.X.indptr[cell] : a.X.indptr[cell + 1]]
+        assert genes[:2].tolist() == [7, 3]
+        assert len(set(genes)) == len(genes) == a.obs["n_genes"].iloc[cell] <= 16
+        rank = a.layers["rank"][cell].toarray()[0]
+        assert (rank[genes] == np.arange(1, len(genes) + 1)).all()
+    assert a.obs["ended"][a.obs["n_genes"] < 16].all()
+    assert a.uns["cellmill"]["prompt"].tolist() == ["ENSG00000000007", "ENSG00000000003"]
+    assert "10 cells, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "text"),
+    [
+        ("--prompt g7,g99", {}, "--prompt: 'g99' is not in the model's vocabulary; did you mean 'g9'?"),
+        ("--prompt g7,g7", {}, "--prompt: 'g7' is there twice"),
+        ("--max-genes 17", {}, "--max-genes: expected 1 (genes of --prompt) to 16 (tokens.max_tokens of the model)"),
+        (f"--prompt {','.join(f'g{i}' for i in range(17))}", {}, "--prompt: expected at most 16 genes (tokens.max_tok"),
+        ("--seed -1", {}, "--seed: expected 0 to 2147483647, got -1"),
+        ("--temperature -1", {}, "--temperature: expected 0 or more, got -1"),
+        ("", {"family": "encoder", "objective": "masked_gene"}, "train one of model.family autoregressive"),
+    ],
+)
+def test_what_cannot_be_generated_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, options: dict[str, Any], text: str
+) -> None:
+    model = exported(tmp_path, **options)
+    assert main(f"generate --model {model} --out {tmp_path / 'a.h5ad'} {flags}".split()) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "a.h5ad").exists()

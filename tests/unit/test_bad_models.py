@@ -6,6 +6,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from limits import limited
 from safetensors.torch import load_file, save_file
 from small_corpus import genes_named, vocabulary_of
 
+from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import UserError
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
 
 WEIGHTS = "model.safetensors"
+REMEDY = "; export the model again (consolidate)"
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +49,19 @@ def error_of(model: Path) -> str:
     return line
 
 
+def edit(model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change config.json."""
+    path = model / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
 @pytest.mark.parametrize("value", [10**9, 10**6, 10**30, -1, 0, 2.5, float("nan"), float("inf"), "many", None, [1], {}])
 @pytest.mark.parametrize(
     "key", ["model.hidden", "model.layers", "model.heads", "tokens.max_tokens", "model.ffn_hidden"]
 )
 def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, key: str, value: Any) -> None:
     section, name = key.split(".")
-    config = json.loads((model / "config.json").read_text())
-    config[section][name] = value
-    (model / "config.json").write_text(json.dumps(config))
+    edit(model, lambda config: config | {section: config[section] | {name: value}})
     # the number of tokens and a feed-forward layer of the usual width are no part of the weights
     if (name == "max_tokens" and value in (10**9, 10**6)) or (name == "ffn_hidden" and value is None):
         with limited():
@@ -80,8 +87,7 @@ def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, 
     ],
 )
 def test_other_values_in_config_json_are_named(model: Path, change: dict[str, Any], message: str) -> None:
-    config = json.loads((model / "config.json").read_text()) | change
-    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    edit(model, lambda config: {key: value for key, value in (config | change).items() if value is not None})
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         load_model(model)
 
@@ -128,12 +134,49 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_right(model: Path, damage: str) -> None:
     DAMAGES[damage](model / WEIGHTS)
-    config = json.loads((model / "config.json").read_text())
-    config["weights_sha256"] = sha256_file(model / WEIGHTS)
-    (model / "config.json").write_text(json.dumps(config))
+    edit(model, lambda config: config | {"weights_sha256": sha256_file(model / WEIGHTS)})
     line = error_of(model)
     assert line.startswith(f"{model / WEIGHTS}: ")
-    assert line.endswith("; export the model again (consolidate)")
+    assert line.endswith(REMEDY)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("norm.weight", None, "expected (16,) as in config.json, got none"),
+        ("norm.weight", torch.ones(8), "expected (16,) as in config.json, got (8,)"),
+        ("extra", torch.ones(2), "expected no such tensor as in config.json, got (2,)"),
+    ],
+)
+def test_a_tensor_that_differs_is_named(model: Path, name: str, tensor: torch.Tensor | None, problem: str) -> None:
+    tensors = load_file(model / WEIGHTS) | {name: tensor}
+    save_file({key: value for key, value in tensors.items() if value is not None}, model / WEIGHTS)
+    assert error_of(model) == f"{model / WEIGHTS}: {name}: {problem} (tensors that differ: 1){REMEDY}"
+
+
+def test_another_vocabulary_and_other_weights_are_refused_with_both_digests(model: Path) -> None:
+    path = model / "vocabulary.tsv"
+    ours = Vocabulary.read(path)
+    digest = f"{ours.digest[:12]}{REMEDY}"
+    for theirs in (vocabulary_of(genes_named(31)[1:]), replace(ours, medians=ours.medians * 2)):
+        theirs.write(path)
+        assert error_of(model) == f"{path}: its digest is {theirs.digest[:12]}, the model was trained with {digest}"
+    ours.write(path)
+    before = sha256_file(model / WEIGHTS)
+    content = bytearray((model / WEIGHTS).read_bytes())
+    content[-3] ^= 1
+    (model / WEIGHTS).write_bytes(content)
+    digests = f"its SHA-256 is {sha256_file(model / WEIGHTS)[:12]}, config.json has {before[:12]}: damaged, or"
+    assert error_of(model).startswith(f"{model / WEIGHTS}: {digests}")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [(WEIGHTS, "; export the model first (consolidate)"), ("vocabulary.tsv", ""), ("config.json", "")],
+)
+def test_a_missing_file_is_named(model: Path, name: str, more: str) -> None:
+    (model / name).unlink()
+    assert error_of(model) == f"{model / name}: no such file{more}"
 
 
 def make_socket(path: Path) -> None:

@@ -122,7 +122,7 @@ def test_exit_codes_tell_errors_from_stopped_runs(
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("cellmill.commands.exchange", "cellmill.models.hf.model"):
+    for name in ("cellmill.commands.exchange", "cellmill.models.families.hf"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     asked = ["export", "--format", "transformers", "--model", str(tmp_path), "--out", str(tmp_path / "out")]

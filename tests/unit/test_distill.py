@@ -23,7 +23,7 @@ from cellmill.planner.inputs import fitted
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.train import supervised_by
 from tests.checks import refused
-from tests.models import initialized, random_cells, spec, train_options
+from tests.models import initialized, prepare, random_cells, spec, train_options
 from tests.unit.small_corpus import write_corpus
 from tests.unit.test_labels import GENES, TOKENS
 from tests.unit.test_supervised_contrastive import card
@@ -31,6 +31,7 @@ from tests.unit.test_supervised_contrastive import card
 ABOUT = {"width": 3, "sha256": "", "shards": "", "model": "", "supervised_by": []}
 MODEL = {"family": "profile", "hidden": 8, "layers": 1, "objective": "distill", "teacher": "big", "vectors": ABOUT}
 LENGTHS = (3, 5, 0, 4)
+NAMES = [f"cell{i}" for i in range(60)]
 
 
 def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_cells_that_have_one() -> None:
@@ -38,15 +39,14 @@ def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_
     given = np.random.default_rng(2).normal(size=(4, 3)).astype(np.float32)
     given[1, 2] = np.nan
     batch = to_tensors(random_cells(LENGTHS, TOKENS, GENES, teacher=given))
-    prepared = model.prepare(model.view(batch, seed=0, step=0), seed=0, step=0)
+    prepared = prepare(model, batch)
     assert prepared.n_targets == 2, "the second cell has a number that is none, the third no gene"
     vectors, layer = model.embed(batch), model.teacher_head
     expected = sum(
         ((layer.weight @ vectors[cell] + layer.bias - torch.from_numpy(given[cell])) ** 2).sum() / 3 for cell in (0, 3)
     )
     torch.testing.assert_close(model(prepared), expected)
-    bare = to_tensors(random_cells(LENGTHS, TOKENS, GENES))
-    assert model.prepare(model.view(bare, seed=0, step=0), seed=0, step=0).n_targets == 0
+    assert prepare(model, to_tensors(random_cells(LENGTHS, TOKENS, GENES))).n_targets == 0
 
 
 @pytest.fixture
@@ -61,50 +61,51 @@ def cells_of(shards: Manifest, split: str) -> list[int]:
     return [int(name.removeprefix("one:cell")) for name in names]
 
 
-def write_teacher(folder: Path, vectors: Any, names: list[str] | None = None, key: str | None = "X_emb") -> Path:
-    """The file of a teacher that knows the cells by name; without a key its vectors are X."""
+def write_teacher(
+    folder: Path, vectors: Any, names: list[str] = NAMES, key: str | None = "X_emb", **about: str
+) -> Path:
+    """The file of a teacher that knows the cells by name; without a key its vectors are X, with `about` of cellmill."""
     folder.mkdir(exist_ok=True)
-    obs = pd.DataFrame(index=[f"cell{i}" for i in range(len(vectors))] if names is None else names)
-    stored = {"X": vectors} if key is None else {"obsm": {key: vectors}}
-    ad.AnnData(obs=obs, **stored).write_h5ad(folder / "one.h5ad")
-    return folder / "one.h5ad"
+    path, obs = folder / "one.h5ad", pd.DataFrame(index=names)
+    path.unlink(missing_ok=True)
+    if about:
+        write_embedding(path, obs, vectors, about)
+        return path
+    stored = {"X": vectors} if key is None else {"obsm": {} if vectors is None else {key: vectors}}
+    ad.AnnData(obs=obs, **stored).write_h5ad(path)
+    return path
 
 
 def teach(shards: Manifest, out: Path, *files: Path) -> int:
-    words = ["teach", "--manifest", str(shards.path), "--embeddings", *map(str, files), "--out", str(out)]
-    return main(words)
+    return main(["teach", "--manifest", str(shards.path), "--embeddings", *map(str, files), "--out", str(out)])
 
 
-@pytest.mark.parametrize("key", ["X_emb", "X_cellmill", None])
+@pytest.mark.parametrize(
+    ("key", "about"),
+    [("X_emb", {}), (None, {}), ("X_cellmill", {"model_digest": "abc", "supervised_by": "kind, donor"})],
+)
 def test_vectors_are_found_by_name_and_standardised_over_training_cells(
-    shards: Manifest, tmp_path: Path, key: str | None, capsys: pytest.CaptureFixture[str]
+    shards: Manifest, tmp_path: Path, key: str | None, about: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = np.random.default_rng(0).normal(5, 3, (60, 4)).astype(np.float32)
     given[:, 3] = 2  # a direction in which the teacher's cells are equal
     train, val = (cells_of(shards, split) for split in READ)
     given[train[2], 1], known = np.inf, [cell for cell in range(60) if cell != train[5]]
     order = np.random.default_rng(1).permutation(known)
-    names = [f"cell{cell}" for cell in order]
-    if key == "X_cellmill":
-        (tmp_path / "teacher").mkdir()
-        about = {"model_digest": "abc", "supervised_by": "kind, donor"}
-        path = tmp_path / "teacher" / "one.h5ad"
-        write_embedding(path, pd.DataFrame(index=names), given[order], about)
-    else:
-        path = write_teacher(tmp_path / "teacher", given[order], names, key)
+    path = write_teacher(tmp_path / "teacher", given[order], [NAMES[cell] for cell in order], key, **about)
     assert teach(shards, tmp_path / "out", path) == 0
     n = len(train)
     assert f"{n - 2} of {n} training cells have a vector of 4 numbers" in capsys.readouterr().out
-    about, found = open_vectors(tmp_path / "out", shards)
+    described, found = open_vectors(tmp_path / "out", shards)
     expected = given.astype(np.float64)
     expected[[train[2], train[5]]] = np.nan
     mean, std = np.nanmean(expected[train], 0), np.nanstd(expected[train], 0)
     expected = (expected - mean) / np.where(std > 0, std, 1)
-    np.testing.assert_allclose(found["train"], expected[train], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found["val"], expected[val], rtol=1e-4, atol=1e-5)
     assert set(found) == set(READ), "a student sees no vector of a test cell"
-    labels = ["donor", "kind"] if key == "X_cellmill" else []
-    assert (about.width, about.model, about.supervised_by) == (4, "abc" if labels else "", labels)
+    for split, cells in (("train", train), ("val", val)):
+        np.testing.assert_allclose(found[split], expected[cells], rtol=1e-4, atol=1e-5)
+    labels = ["donor", "kind"] if about else []
+    assert (described.width, described.model, described.supervised_by) == (4, "abc" if about else "", labels)
 
 
 def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) -> None:
@@ -130,9 +131,7 @@ def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(sha
     for seed in range(2):
         vectors = np.random.default_rng(seed).normal(size=(60, 2)).astype(np.float32)
         about = {"model_digest": "abcdef0123456789" * 4, "supervised_by": "kind"}
-        (tmp_path / "one.h5ad").unlink(missing_ok=True)
-        write_embedding(tmp_path / "one.h5ad", pd.DataFrame(index=[f"cell{i}" for i in range(60)]), vectors, about)
-        assert teach(shards, tmp_path / "out", tmp_path / "one.h5ad") == 0
+        assert teach(shards, tmp_path / "out", write_teacher(tmp_path, vectors, **about)) == 0
         found.append(fitted(options(), tmp_path, shards, tmp_path / "out"))
     first, second = found
     stored = {"options": first.model_dump(mode="json"), "identity": identity(first, None)}
@@ -175,20 +174,13 @@ def test_damaged_vectors_are_one_line(shards: Manifest, tmp_path: Path, case: st
     assert str(raised.value).startswith(f"{path}: {message}")
 
 
-NAMES = [f"cell{i}" for i in range(60)]
+NO_VECTOR = "MANIFEST: no training cell has a vector in FILE; expected cells of these names"
+NO_ARRAY = "FILE: expected a dense array of numbers in obsm['X_cellmill'] or obsm['X_emb'] or X"
 UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
-    "of other cells": (
-        np.eye(60, 2),
-        [f"other{i}" for i in range(60)],
-        "MANIFEST: no training cell has a vector in FILE; expected cells of these names",
-    ),
-    "all missing": (np.full((60, 2), np.nan), NAMES, "MANIFEST: no training cell has a vector in FILE; expected"),
+    "of other cells": (np.eye(60, 2), [f"other{i}" for i in range(60)], NO_VECTOR),
+    "all missing": (np.full((60, 2), np.nan), NAMES, NO_VECTOR),
     "a name twice": (np.eye(60, 2), [*NAMES[:59], NAMES[0]], "FILE: obs names are not unique: 'cell0' occurs 2 times"),
-    "without an array": (
-        None,
-        NAMES,
-        "FILE: expected a dense array of numbers in obsm['X_cellmill'] or obsm['X_emb'] or X",
-    ),
+    "without an array": (None, NAMES, NO_ARRAY),
 }
 
 
@@ -197,9 +189,7 @@ def test_a_teacher_that_cannot_be_used_is_one_line(
     shards: Manifest, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors, names, message = UNUSABLE[case]
-    path = tmp_path / "one.h5ad"
-    obs = pd.DataFrame(index=names)
-    ad.AnnData(obs=obs, obsm={} if vectors is None else {"X_emb": vectors}).write_h5ad(path)
+    path = write_teacher(tmp_path, vectors, names)
     assert teach(shards, tmp_path / "out", path) == 2
     message = message.replace("MANIFEST", str(shards.path)).replace("FILE", str(path))
     assert capsys.readouterr().err.startswith(f"cellmill teach: {message}")
@@ -207,15 +197,9 @@ def test_a_teacher_that_cannot_be_used_is_one_line(
 
 
 def test_files_of_two_models_are_refused(shards: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    obs = pd.DataFrame(index=NAMES)
-    for model in "ab":
-        (tmp_path / model).mkdir()
-        write_embedding(tmp_path / model / "one.h5ad", obs, np.eye(60, 2), {"model_digest": model})
-    (tmp_path / "wide").mkdir()
-    write_embedding(tmp_path / "wide" / "one.h5ad", obs, np.eye(60, 3), {"model_digest": "a"})
-    first = tmp_path / "a" / "one.h5ad"
-    for other in ("b", "wide"):
-        path = tmp_path / other / "one.h5ad"
+    first = write_teacher(tmp_path / "a", np.eye(60, 2), model_digest="a")
+    for model, width in (("b", 2), ("a", 3)):
+        path = write_teacher(tmp_path / "other", np.eye(60, width), model_digest=model)
         assert teach(shards, tmp_path / "out", first, path) == 2
         line = f"{path}: its vectors are of another model than {first}'s; embed both by one model"
         assert capsys.readouterr().err == f"cellmill teach: {line}\n"

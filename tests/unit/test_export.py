@@ -1,37 +1,36 @@
-"""Exported models: standard files, unchanged values, an error that names what is damaged, and genes that one lacks."""
+"""Exported models: standard files and unchanged values; genes and labels that another model has or lacks; ONNX."""
 
 import json
-import re
 import resource
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 
 from cellmill.cli import main
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, load_model, mean_gene_row, spec_of, write_tensors
-from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import fill_part, normal
 from cellmill.planner.inputs import check_genes
 from cellmill.runs.identity import changed_keys, identity
 from tests.checks import refused
-from tests.models import spec, train_options
-from tests.unit.exported import export_model
+from tests.models import genes_of, initialized, random_cells, spec, train_options
+from tests.unit.exported import SMALL, export_model, save_model
 
-HIDDEN = 16
-REMEDY = "export the model again (consolidate)"
+LEVELS = {"kind": ("a", "b")}
+
+
+CLASSIFY = {"objective": "classification", "label_column": "kind"}
 
 
 def _vocabulary(rows: Iterable[int]) -> Vocabulary:
@@ -46,15 +45,12 @@ def exported(tmp_path: Path) -> Path:
     return export_model(tmp_path / "model", genes, seed=3)
 
 
-def _model(n_genes: int, hidden: int = HIDDEN, objective: str = "masked_value", tokenizer: str = "continuous") -> Model:
-    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
-    return build(spec(n_genes, tokens, hidden=hidden, layers=2, heads=2, objective=objective))
-
-
 def _first(
-    n_genes: int, seed: int, init_from: Path | None, vocabulary: Vocabulary, **model: object
+    seed: int, init_from: Path | None, vocabulary: Vocabulary, tokenizer: str = "continuous", **model: Any
 ) -> dict[str, torch.Tensor]:
-    return dict(initial_tensors(_model(n_genes, **model), seed, init_from, vocabulary))  # type: ignore[arg-type]
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
+    network = build(spec(vocabulary.n_genes, tokens, LEVELS, **SMALL | model))
+    return dict(initial_tensors(network, seed, init_from, vocabulary))
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_file(tmp_path: Path) -> None:
@@ -70,7 +66,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(tmp_path: Path) -> None:
 
 def test_an_exported_model_comes_back_bit_for_bit(exported: Path) -> None:
     model, vocabulary, config = load_model(exported)
-    expected = _first(30, 3, None, vocabulary)
+    expected = _first(3, None, vocabulary)
     assert not model.training
     assert vocabulary.digest == config["vocabulary_digest"]
     found = dict(model.named_parameters())
@@ -79,62 +75,9 @@ def test_an_exported_model_comes_back_bit_for_bit(exported: Path) -> None:
     assert all(parameter.device.type == "cpu" for parameter in found.values())
 
 
-def _error(folder: Path) -> str:
-    with pytest.raises((DataError, ConfigError)) as error:
-        load_model(folder)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "problem"),
-    [
-        ("norm.weight", None, "expected (16,) as in config.json, got none"),
-        ("norm.weight", torch.ones(8), "expected (16,) as in config.json, got (8,)"),
-        ("extra", torch.ones(2), "expected no such tensor as in config.json, got (2,)"),
-    ],
-)
-def test_a_tensor_that_differs_is_named(exported: Path, name: str, tensor: torch.Tensor | None, problem: str) -> None:
-    weights = exported / "model.safetensors"
-    tensors = load_file(weights) | {name: tensor}
-    save_file({key: value for key, value in tensors.items() if value is not None}, weights)
-    assert _error(exported) == f"{weights}: {name}: {problem} (tensors that differ: 1); {REMEDY}"
-
-
-def test_a_vocabulary_of_other_genes_or_medians_is_refused_with_both_digests(exported: Path) -> None:
-    ours = Vocabulary.read(exported / "vocabulary.tsv")
-    for theirs in (_vocabulary(range(1, 31)), replace(ours, medians=ours.medians * 2)):
-        theirs.write(exported / "vocabulary.tsv")
-        assert _error(exported) == (
-            f"{exported}/vocabulary.tsv: its digest is {theirs.digest[:12]}, the model was trained with "
-            f"{ours.digest[:12]}; {REMEDY}"
-        )
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("model.safetensors", "no such file; export the model first (consolidate)"),
-        ("vocabulary.tsv", "no such file"),
-        ("config.json", "no such file"),
-    ],
-)
-def test_a_missing_file_is_named(exported: Path, name: str, message: str) -> None:
-    (exported / name).unlink()
-    assert _error(exported) == f"{exported / name}: {message}"
-
-
-def test_initial_values_depend_on_name_and_seed_and_on_no_order() -> None:
-    vocabulary = _vocabulary(range(30))
-    first, again, other = (_first(30, seed, None, vocabulary) for seed in (0, 0, 1))
-    backwards = _model(30)
-    names = [name for name, _ in backwards.named_parameters()]
-    backwards.named_parameters = lambda: iter([(n, backwards.get_parameter(n)) for n in reversed(names)])  # type: ignore
-    reversed_order = dict(initial_tensors(backwards, 0, None, vocabulary))
-    assert list(reversed_order) == list(reversed(first))
-    for name, tensor in first.items():
-        assert torch.equal(tensor, again[name])
-        assert torch.equal(tensor, reversed_order[name])
+def test_initial_values_depend_on_name_and_seed() -> None:
+    first, again, other = (_first(seed, None, _vocabulary(range(30))) for seed in (0, 0, 1))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     random = [name for name, tensor in first.items() if tensor.unique().numel() > 1]
     assert "gene_embedding.weight" in random
     assert not any(torch.equal(first[name], other[name]) for name in random)
@@ -148,55 +91,67 @@ def test_initial_values_depend_on_name_and_seed_and_on_no_order() -> None:
     ids=["same", "subset", "superset", "permuted", "mixed"],
 )
 def test_rows_of_genes_follow_their_ensembl_ids(exported: Path, rows: Iterable[int]) -> None:
-    rows = list(rows)
-    vocabulary = _vocabulary(rows)
     theirs = load_file(exported / "model.safetensors")
-    found, fresh = _first(len(rows), 8, exported, vocabulary), _first(len(rows), 8, None, vocabulary)
-    embedding = found["gene_embedding.weight"]
-    assert torch.equal(embedding[:2], theirs["gene_embedding.weight"][:2])
-    for place, row in enumerate(rows):
-        expected = theirs["gene_embedding.weight"][row + 2] if row < 30 else fresh["gene_embedding.weight"][place + 2]
-        assert torch.equal(embedding[place + 2], expected)
-    others = [name for name in found if name != "gene_embedding.weight"]
-    assert all(torch.equal(found[name], theirs[name]) for name in others)
+    found, fresh = (_first(8, init_from, _vocabulary(rows)) for init_from in (exported, None))
+    name = "gene_embedding.weight"
+    expected = [theirs[name][row + 2] if row < 30 else fresh[name][at] for at, row in enumerate(rows, start=2)]
+    assert torch.equal(found.pop(name), torch.stack([*theirs[name][:2], *expected]))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (CLASSIFY, ["label_head.out.weight", "label_head.out.bias"]),
+        (
+            {"objective": "cell_decoding", "batch_column": "kind", "batch_adversary": 1.0},
+            ["batch_terms.weight", "batch_adversary.out.weight", "batch_adversary.out.bias"],
+        ),
+    ],
+)
+def test_rows_of_levels_follow_their_names(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+    theirs, ours = (
+        spec(12, levels={"kind": levels}, **SMALL | options) for levels in (("x", "y", "z"), ("new", "z", "x"))
+    )
+    source = initialized(theirs)
+    for name in names:
+        torch.nn.init.normal_(source.get_parameter(name), generator=torch.Generator().manual_seed(1))
+    save_model(tmp_path, theirs, genes_of(12), source.state_dict())
+    found, fresh = (initialized(ours, init_from) for init_from in (tmp_path, None))
+    for name in names:
+        assert torch.equal(found.get_parameter(name)[1:], source.get_parameter(name)[[2, 0]])
+        assert torch.equal(found.get_parameter(name)[0], fresh.get_parameter(name)[0])
 
 
 def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path) -> None:
-    vocabulary = _vocabulary(range(30))
-    theirs = load_file(exported / "model.safetensors")
-    found = _first(30, 8, exported, vocabulary, objective="masked_gene")
+    theirs, vocabulary = load_file(exported / "model.safetensors"), _vocabulary(range(30))
+    found, fresh = (_first(8, init_from, vocabulary, objective="masked_gene") for init_from in (exported, None))
     assert "gene_bias" not in theirs
-    assert torch.equal(found["gene_bias"], _first(30, 8, None, vocabulary, objective="masked_gene")["gene_bias"])
+    assert torch.equal(found["gene_bias"], fresh["gene_bias"])
     assert torch.equal(found["blocks.1.qkv.weight"], theirs["blocks.1.qkv.weight"])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "own", "message"),
+    ("tokens", "own", "message", "section"),
     [
-        ({}, {"hidden": 8}, "expected hidden_value of shape (8,), got (16,)"),
+        ({}, {"hidden": 8}, "hidden_value of shape (8,), got (16,)", "tokens"),
         (
             {"tokenizer": "binned", "bins": 9},
             {"tokenizer": "rank", "objective": "masked_gene"},
-            "expected value_embedding.weight of shape (64, 16), got (10, 16)",
+            "value_embedding.weight of shape (64, 16), got (10, 16)",
+            "tokens",
         ),
+        ({}, CLASSIFY | {"head_hidden": 4}, "label_head.out.weight of shape (4,), got (16,)", "objective"),
     ],
 )
 def test_a_model_of_another_width_or_other_values_is_refused(
-    tmp_path: Path, tokens: dict[str, Any], own: dict[str, Any], message: str
+    tmp_path: Path, tokens: dict[str, Any], own: dict[str, Any], message: str, section: str
 ) -> None:
     _vocabulary(range(30)).write(tmp_path / "genes.tsv")
-    source = export_model(tmp_path / "source", tmp_path / "genes.tsv", tokens)
-    with refused(f"init_from: {message} in {source}; give this run the same model and tokens sections"):
-        _first(30, 0, source, _vocabulary(range(30)), **own)
-
-
-def test_a_changed_byte_of_the_weights_is_detected(exported: Path) -> None:
-    weights = exported / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-3] ^= 1
-    weights.write_bytes(content)
-    pattern = r"model\.safetensors: its SHA-256 is \w{12}, config\.json has \w{12}: damaged"
-    assert re.search(pattern, _error(exported))
+    model = CLASSIFY if section == "objective" else {}
+    source = export_model(tmp_path / "source", tmp_path / "genes.tsv", tokens, levels=LEVELS, **model)
+    with refused(f"init_from: expected {message} in {source}; give this run the same model and {section} sections"):
+        _first(0, source, _vocabulary(range(30)), **own)
 
 
 @pytest.mark.parametrize("shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)])
@@ -233,18 +188,11 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) 
     folder, out = export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens, **model), tmp_path / "model.onnx"
     assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
     network, vocabulary, config = load_model(folder)
-    tokenizer, draw = spec_of(config, 40).tokens, np.random.default_rng(1)
-    lengths = [min(n, tokenizer.max_tokens) for n in (9, 1, 30, 17)]
-    rows = np.concatenate([draw.permutation(40)[:n] for n in lengths]).astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    made = CellTokenizer(tokenizer, 40).batch(rows, draw.integers(1, 50, len(rows)), starts, np.arange(4))
+    batch = to_tensors(random_cells((9, 1, 30, 17), spec_of(config, 40).tokens, 40))
     with torch.no_grad():
-        expected = network.embed(to_tensors(made)).numpy()
-    given = {name: np.zeros((4, max(lengths)), np.int64) for name in ("genes", "values")}
-    given["values"] = given["values"].astype(np.float32 if made.values.dtype == np.float32 else np.int64)
-    for cell, (start, n) in enumerate(zip(starts.tolist(), lengths)):
-        given["genes"][cell, :n] = made.genes[start : start + n]
-        given["values"][cell, :n] = made.values[start : start + n]
+        expected = network.embed(batch).numpy()
+    parts = {name: getattr(batch, name).split(batch.lengths) for name in ("genes", "values")}
+    given = {name: pad_sequence(cells, batch_first=True).numpy() for name, cells in parts.items()}
     session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
     (found,) = session.run(["cell_vector"], given)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -290,17 +238,16 @@ def test_the_threshold_is_no_part_of_a_run_and_the_rows_are() -> None:
 
 
 def test_new_genes_have_the_mean_row_and_their_own_given_vector(tmp_path: Path) -> None:
-    tokens, options = Tokens.model_validate({"max_tokens": 32}), {"hidden": 8, "layers": 1, "gene_vector_dim": 3}
     _vocabulary(range(20)).write(tmp_path / "theirs.tsv")
-    folder = export_model(tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, **options)
-    ours = _vocabulary(range(5, 30))
-    model, given = build(spec(25, tokens, **(options | {"heads": 2}))), {TABLE: torch.randn(27, 3)}
+    folder = export_model(tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, gene_vector_dim=3)
+    tokens, ours = Tokens.model_validate({"max_tokens": 32}), _vocabulary(range(5, 30))
+    model, given = build(spec(25, tokens, **SMALL, gene_vector_dim=3)), {TABLE: torch.randn(27, 3)}
     name = "gene_embedding.weight"
     means = {name: mean_gene_row(folder / "model.safetensors", name)}
     made = dict(initial_tensors(model, 0, folder, ours, given=given, new_genes=means))
-    theirs = dict(initial_tensors(build(spec(20, tokens, **(options | {"heads": 2}))), 0, None, _vocabulary(range(20))))
+    theirs = load_file(folder / "model.safetensors")
     assert torch.equal(made[name][:2], theirs[name][:2])
     assert torch.equal(made[name][2:17], theirs[name][7:])
-    torch.testing.assert_close(made[name][17:], theirs[name][2:].mean(0).expand(10, 8))
+    torch.testing.assert_close(made[name][17:], theirs[name][2:].mean(0).expand(10, 16))
     assert torch.equal(made[TABLE][17:], given[TABLE][17:])
     assert not made[TABLE][:17].any()  # the model's own table, which is of zeros

@@ -1,4 +1,10 @@
-"""What holds for every family, objective and tokenizer: a loss is a sum over cells, and padding is no cell."""
+"""What holds for every family, objective and tokenizer: losses are sums over cells, in one order, without padding.
+
+A step on a device mixes no devices, copies nothing to it, and waits for no value. Torch without CUDA cannot run a
+backward pass on fake CUDA tensors: autograd asks the driver for a stream. So the meta device stands for the GPU, on
+which every value that the host would wait for is an error, as on fake tensors. Attention's CUDA path is seen by a
+forward pass.
+"""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -7,13 +13,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.models.batch import padded, to_tensors
+from cellmill.models import blocks
+from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import build
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.size import measure
+from cellmill.train.batch_rows import shares_of
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 from tests.tiers import quick
 
@@ -50,16 +62,31 @@ profile, batches: {family: profile, objective: cell_decoding, batch_column: assa
 profile, queries: {family: profile, objective: query_decoding, decoder_hidden: 12, decoder_layers: 1}
 """)
 every_row = pytest.mark.parametrize("row", TABLE)
+MORE: dict[str, dict[str, Any]] = yaml.safe_load("""
+view loss: {objective: cell_decoding, view_loss: vicreg}
+nb, cls: {objective: cell_decoding, likelihood: nb, pooling: cls}
+denoise, attention: {objective: denoise, pooling: attention, tokenizer: binned}
+contrast: {objective: supervised_contrastive, label_column: assay, tokenizer: rank}
+sum: {objective: sum, parts: {cell_decoding: {batch_column: assay}, masked_value: {renormalize: true}}}
+labels: {objective: classification, label_column: donor}
+numbers: {objective: regression, target_column: score}
+teacher: {objective: distill, teacher: ./big, vectors: {width: 6, sha256: "", shards: "", model: "", supervised_by: []}}
+response: {objective: perturbation_response, perturbation_column: donor, control: x, perturbed_genes: {y: [5]}}
+""")
+"""Rows whose loss is no sum over cells, or that differ from others in few operations."""
 
 
-def tokens_of(row: str) -> Tokens:
-    return Tokens.model_validate({"max_tokens": 64} | {k: v for k, v in TABLE[row].items() if k in Tokens.model_fields})
+def row_of(row: str) -> tuple[Tokens, dict[str, Any]]:
+    """The tokens of a row, and its options of model and objective."""
+    given = {"family": "encoder"} | (TABLE | MORE)[row]
+    tokens = {key: given.pop(key) for key in Tokens.model_fields if key in given}
+    sizes = {"hidden": 16, "layers": 2} | ({} if given["family"] == "profile" else {"heads": 2})
+    return Tokens.model_validate({"max_tokens": 64} | tokens), sizes | given
 
 
 def spec_of(row: str, **options: Any) -> Any:
-    sizes = {"hidden": 16, "layers": 2} | ({} if TABLE[row].get("family") == "profile" else {"heads": 2})
-    given = {"family": "encoder"} | sizes | {k: v for k, v in TABLE[row].items() if k not in Tokens.model_fields}
-    return spec(N_GENES, tokens_of(row), LEVELS, **given | options)
+    tokens, given = row_of(row)
+    return spec(N_GENES, tokens, LEVELS, **given | options)
 
 
 def model_of(row: str, **options: Any) -> Any:
@@ -74,7 +101,9 @@ def model_of(row: str, **options: Any) -> Any:
 
 def cells_of(row: str) -> Batch:
     levels = np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32)
-    return to_tensors(random_cells(LENGTHS, tokens_of(row), N_GENES, levels=levels))
+    draws = np.random.default_rng(1)
+    more = {"numbers": draws.normal(size=(6, 1)), "teacher": draws.normal(size=(6, 6)).astype(np.float32)}
+    return to_tensors(random_cells(LENGTHS, row_of(row)[0], N_GENES, levels=levels, **more))
 
 
 def run(model: Any, prepared: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -108,7 +137,7 @@ def test_no_cells_have_no_loss_and_a_zero_gradient_of_every_parameter(row: str) 
     assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
     assert [name for name, gradient in gradients.items() if gradient is None or gradient.any()] == []
     assert model.eval().embed(cells_of(row).cut(0, 0)).shape == (0, model.vector_width)
-    none = to_tensors(empty_batch(tokens_of(row).load().dtype))
+    none = to_tensors(empty_batch(row_of(row)[0].load().dtype))
     assert padded(none, 0) is none
 
 
@@ -159,6 +188,79 @@ def test_recomputed_activations_give_the_same_gradients_with_dropout(row: str) -
         loss, gradients = run(model, prepare(model, cells_of(row)))
         found.append([loss, *gradients.values()])
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found))
+
+
+class InOneOrder(TorchDispatchMode):
+    """Refuses operations whose result depends on the order of additions on a GPU, or on several CPU threads."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        assert name not in ("index_add", "scatter_add"), f"{name} adds in any order"
+        if name == "scatter_reduce":
+            assert args[4] in ("amax", "amin"), f"{name} {args[4]} adds in any order"
+        if name in ("index_put", "index_put_impl", "unsafe_index_put") and len(args) > 3 and args[3]:
+            self._check_alone(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+    def _check_alone(self, into: torch.Tensor, indices: Any, values: torch.Tensor) -> None:
+        """Several additions to one place, other than of zeros, are on several CPU threads in any order."""
+        given = [index for index in indices if index is not None]
+        where = torch.stack([index.flatten() for index in torch.broadcast_tensors(*given)])
+        added = values.reshape(where.shape[1], -1).ne(0).any(1)
+        assert where[:, added].unique(dim=1).shape[1] == added.sum(), "index_put adds to one place in any order"
+
+
+@pytest.mark.parametrize("row", TABLE | MORE)
+def test_no_sum_of_a_step_depends_on_the_order_of_threads(row: str) -> None:
+    model, batch = model_of(row, dropout=0.1), cells_of(row)
+    prepared = prepare(model, batch, sum(model.view(batch, **KEYS).lengths) + 16)
+    with InOneOrder():
+        if model.objective.row_widths:
+            with torch.no_grad():
+                rows = model.objective.rows(model, model.states(prepared), prepared)
+            (shares,) = shares_of(model.objective, rows, [rows], 0)
+            prepared = replace(prepared, shares=shares)
+        model(prepared).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+class OnDevice(TorchDispatchMode):
+    """Raises where an operation takes tensors of two devices, or copies one of them to the other."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # a number without dimensions is passed by value, and waits for nothing
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.ndim]
+        assert len({x.device.type for x in tensors}) < 2, f"{func} copies between devices or mixes them"
+        return out
+
+
+class Lists(TorchFunctionMode):
+    """Raises where numbers of Python are read to a device, which would wait for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            assert out.device.type == "cpu", "numbers of Python are copied to the device"
+        return out
+
+
+@pytest.mark.parametrize("row", TABLE | MORE)
+def test_a_training_step_neither_mixes_devices_nor_waits(row: str) -> None:
+    model = build(spec_of(row)).bfloat16()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    prepared = on_device(prepare(model, cells_of(row)), torch.device("meta"))
+    with OnDevice(), Lists():
+        model(prepared).sum().backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_attention_on_cuda_reads_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_has_flash", lambda device: True)
+    with FakeTensorMode(), torch.no_grad(), OnDevice(), Lists():
+        q = torch.empty(10, 2, 16, dtype=torch.bfloat16, device="cuda")
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
+        assert blocks.attention(q, q, q, cu_seqlens, [4, 6]).device.type == "cuda"
 
 
 @pytest.mark.parametrize("row", quick(TABLE, ["genes", "autoregressive", "profile"]))

@@ -14,27 +14,32 @@ from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import read_json, sha256_file, write_json
 from cellmill.finetune.method import load_method, trained_names
 from cellmill.models.batch import to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, load_model, write_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, load_model
 from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import vectors_digest
 from cellmill.planner.size import measure
 from cellmill.runs.identity import changed_keys, identity
-from tests.models import spec, train_options
-from tests.unit.exported import export_model
-from tests.unit.test_masked_model import _batch
+from tests.models import prepare, random_cells, spec, train_options
+from tests.unit.exported import save_model
 
 N_GENES, DIM = 60, 5
+TOKENS = Tokens.model_validate({"max_tokens": 32})
 GENES = [f"ENSG{i:011d}" for i in range(N_GENES)]
 SYMBOLS = [f"g{i}" for i in range(N_GENES)]
-VOCABULARY = Vocabulary(GENES, SYMBOLS, np.ones(N_GENES, np.int64), np.ones(N_GENES, np.float32))
 SIZES: dict[str, Any] = {"hidden": 16, "layers": 1, "gene_vector_dim": DIM}
 MODELS = {"encoder": {"family": "encoder", "heads": 2}, "profile": {"family": "profile", "objective": "cell_decoding"}}
+
+
+def vocabulary(genes: list[str], symbols: list[str]) -> Vocabulary:
+    return Vocabulary(genes, symbols, np.ones(len(genes), np.int64), np.ones(len(genes), np.float32))
+
+
+VOCABULARY = vocabulary(GENES, SYMBOLS)
 
 
 def vectors_of(n: int = 45, dim: int = DIM) -> np.ndarray:
@@ -104,17 +109,22 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_of_several_lengths_and_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.safetensors", r": expected a vector per gene, all of one length, got shapes \(3,\) of a, "),
+        ("a.pt", r": expected a file of gene vectors, \.npy or \.safetensors or \.tsv or"),
+        ("b.npy", r"b\.genes\.txt: no such file; expected the names of the genes of b\.npy"),
+        ("c.tsv", r": no such file$"),
+        ("d.csv", r": expected a file, got a folder$"),
+    ],
+)
+def test_files_of_other_kinds_are_refused(name: str, message: str, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "a.safetensors")
-    with pytest.raises(DataError, match=r"expected a vector per gene, all of one length, got shapes \(3,\) of a, "):
-        read_gene_vectors(tmp_path / "a.safetensors", VOCABULARY, 3)
-    with pytest.raises(
-        ConfigError, match=r"a\.pt: expected a file of gene vectors, \.npy or \.safetensors or \.tsv or"
-    ):
-        read_gene_vectors(Path("a.pt"), VOCABULARY, 3)
     np.save(tmp_path / "b.npy", vectors_of())
-    with pytest.raises(DataError, match=r"b\.genes\.txt: no such file; expected the names of the genes of b\.npy"):
-        read_gene_vectors(tmp_path / "b.npy", VOCABULARY, DIM)
+    (tmp_path / "d.csv").mkdir()
+    with pytest.raises((ConfigError, DataError), match=message):
+        read_vectors(tmp_path / name, [("STAT1",)])
 
 
 WRONG_TABLES = {
@@ -125,10 +135,7 @@ WRONG_TABLES = {
     "a gene twice": ("STAT1\t1\t2\nSTAT1\t1\t2\n", ": 'STAT1' names two vectors; leave one out$"),
     "no line": ("gene\ta\tb\n", ": no vectors; expected a line for each gene$"),
     "nothing": ("", ": no vectors; expected a line for each gene$"),
-    "names of others": (
-        "Q9Y6K9\t1\t2\n",
-        ": none of its 1 names is an Ensembl id or symbol of the vocabulary; the fir",
-    ),
+    "names of others": ("Q9Y6K9\t1\t2\n", ": none of its 1 names is an Ensembl id or symbol of the vocabulary;"),
     "not finite": ("STAT1\t1\tnan\n", ": the vector of STAT1 has a value that is not finite; correct it or leave"),
     "no text": ("STAT1\t\xff", ": cannot be read: 'utf-8' codec can't decode byte 0xff"),
 }
@@ -144,24 +151,19 @@ def test_a_table_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.tsv: no such file$"):
-        read_vectors(tmp_path / "a.tsv", [("STAT1",)])
-    (tmp_path / "b.csv").mkdir()
-    with pytest.raises(DataError, match=r"b\.csv: expected a file, got a folder$"):
-        read_vectors(tmp_path / "b.csv", [("STAT1",)])
-
-
 def test_a_gene_without_a_vector_has_nan_and_the_first_of_its_names_counts(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.csv", ["STAT1", "JAK2", "ENSG00000096968"], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     found = read_vectors(path, [("MYC",), ("JAK2", "ENSG00000096968"), ("ENSG00000115415", "STAT1")])
     np.testing.assert_array_equal(found, [[np.nan, np.nan], [3, 4], [1, 2]])
 
 
+def spec_of(family: str, n_genes: int = N_GENES, **options: Any) -> ModelSpec:
+    return spec(n_genes, TOKENS, **(SIZES | MODELS[family] | options))
+
+
 def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Tensor]:
     """A model with vectors of the first 45 genes, laid out as a training lays it out; its table."""
-    given = spec(N_GENES, Tokens.model_validate({"max_tokens": 32}), **(SIZES | MODELS[family] | options))
-    model = build(given)
+    model = build(spec_of(family, **options))
     freeze(model, trained_names(load_method(train_options().finetune), model))
     path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
     table, _ = read_gene_vectors(path, VOCABULARY, DIM)
@@ -172,7 +174,7 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
 @pytest.mark.parametrize("family", MODELS)
 def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(family: str, tmp_path: Path) -> None:
     model, table = model_of(family, tmp_path)
-    batch = to_tensors(_batch("continuous"))
+    batch = to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES))
     own, project = model.gene_embedding.weight, model.gene_vectors.project.weight
     whole = own + table @ project.T
     assert torch.equal(whole[47:], own[47:]), "no vector: the learned one alone"
@@ -188,23 +190,21 @@ def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(family: 
 @pytest.mark.parametrize("family", MODELS)
 def test_vectors_train_only_if_asked_and_their_projection_always(family: str, trained: bool, tmp_path: Path) -> None:
     model, _ = model_of(family, tmp_path, train_gene_vectors=trained)
-    counted = to_tensors(_batch("continuous"))
-    counts = torch.ones_like(counted.genes) * 5
-    view = model.view(type(counted)(**(vars(counted) | {"counts": counts})), seed=0, step=0)
-    model(model.prepare(view, seed=0, step=0)).backward()
+    prepared = prepare(model, to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES)))
+    model(prepared).backward()
     weight = model.gene_vectors.table.weight
     assert weight.requires_grad == trained
     assert (weight.grad is not None) == trained
     assert model.gene_vectors.project.weight.grad.any()
     if trained:
-        assert torch.equal(weight.grad.any(1).nonzero().flatten(), view.genes.unique())
+        assert torch.equal(weight.grad.any(1).nonzero().flatten(), prepared.genes.unique())
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) -> None:
-    tokens, options = Tokens.model_validate({"max_tokens": 32}), SIZES | MODELS["encoder"]
-    plain = measure(spec(N_GENES, tokens, **{key: v for key, v in options.items() if key != "gene_vector_dim"}))
-    size = measure(spec(N_GENES, tokens, **options, train_gene_vectors=trained))
+    plain, size = (
+        measure(spec_of("encoder", **given)) for given in ({"gene_vector_dim": None}, {"train_gene_vectors": trained})
+    )
     assert size.parameters - plain.parameters == 62 * DIM + 16 * DIM
     own = size.begin.trained - size.tied.trained + size.finish.trained
     before = plain.begin.trained - plain.tied.trained + plain.finish.trained
@@ -212,20 +212,11 @@ def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) ->
 
 
 def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_path: Path) -> None:
-    VOCABULARY.write(tmp_path / "genes.tsv")
-    folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", gene_vector_dim=DIM)
-    model, table = model_of("encoder", tmp_path, layers=2)
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-    write_tensors(folder / "model.safetensors", tensors)
-    digest = {"weights_sha256": sha256_file(folder / "model.safetensors")}
-    write_json(folder / "config.json", read_json(folder / "config.json") | digest)
-    loaded, _, _ = load_model(folder)
-    assert torch.equal(loaded.state_dict()[TABLE], table)
-    ones = np.ones(41)
-    fewer = Vocabulary(["ENSG99", *GENES[10:50]], ["x", *SYMBOLS[10:50]], ones.astype(int), ones.astype(np.float32))
-    other = build(spec(41, Tokens.model_validate({"max_tokens": 32}), **(SIZES | MODELS["encoder"] | {"layers": 2})))
-    taken = dict(initial_tensors(other, 0, folder, fewer))
+    model, table = model_of("encoder", tmp_path)
+    folder = save_model(tmp_path / "model", spec_of("encoder"), VOCABULARY, model.state_dict())
+    assert torch.equal(load_model(folder)[0].state_dict()[TABLE], table)
+    fewer = vocabulary(["ENSG99", *GENES[10:50]], ["x", *SYMBOLS[10:50]])
+    taken = dict(initial_tensors(build(spec_of("encoder", 41)), 0, folder, fewer))
     assert torch.equal(taken[TABLE][3:], table[12:52])
     assert not taken[TABLE][2].any(), "a gene that the source does not know has no vector"
 

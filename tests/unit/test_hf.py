@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 import torch
 from exported import SMALL, export_model
+from torch.nn.utils.rnn import pad_sequence
+
+from cellmill.cli import main
+from cellmill.config.checks import check_together
+from cellmill.config.load import check_options
+from cellmill.config.options import TrainOptions
+from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
+from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.stream.batch import Batch, empty_batch
+from cellmill.errors import ConfigError, DataError
+from cellmill.finetune.method import Depth
+from cellmill.models.batch import to_tensors
+from cellmill.models.build import ModelSpec, build
+from cellmill.models.export import initial_tensors, load_model
+from cellmill.parallel.materialize import materialize
+from cellmill.planner.size import measure
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'cellmill[hf]'")
 pytestmark = pytest.mark.full
-
-from cellmill.cli import main  # noqa: E402
-from cellmill.config.checks import check_together  # noqa: E402
-from cellmill.config.load import check_options  # noqa: E402
-from cellmill.config.options import TrainOptions  # noqa: E402
-from cellmill.config.parts.family import FamilyConfig  # noqa: E402
-from cellmill.config.parts.objective import ObjectiveConfig  # noqa: E402
-from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens  # noqa: E402
-from cellmill.data.genes.vocabulary import Vocabulary  # noqa: E402
-from cellmill.data.stream.batch import Batch, empty_batch  # noqa: E402
-from cellmill.errors import ConfigError, DataError  # noqa: E402
-from cellmill.finetune.method import Depth  # noqa: E402
-from cellmill.models.batch import to_tensors  # noqa: E402
-from cellmill.models.build import ModelSpec, build  # noqa: E402
-from cellmill.models.export import initial_tensors, load_model  # noqa: E402
-from cellmill.models.family import Model  # noqa: E402
-from cellmill.parallel.materialize import materialize  # noqa: E402
-from cellmill.planner.size import measure  # noqa: E402
 
 ESM = [*("<cls>", "<pad>", "<eos>", "<unk>"), *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
 """Lines of the vocab.txt of ESM-2."""
@@ -54,10 +54,14 @@ SEQUENCES = ("MQIFVKTLTG", "GIVEQCCTSICSLYQLENYCN", "MKU")
 VOCABULARY = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
 
 
-def made(model: dict[str, Any]) -> Model:
-    """The model with its initial values, in eval mode."""
+def spec_of(model: dict[str, Any]) -> ModelSpec:
     tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
-    network = build(ModelSpec(FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES)))
+    return ModelSpec(FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES))
+
+
+def made(model: dict[str, Any]) -> Any:
+    """The model with its initial values, in eval mode."""
+    network = build(spec_of(model))
     materialize(network, torch.device("cpu"), initial_tensors(network, 0, None, VOCABULARY))
     return network.eval()
 
@@ -91,20 +95,19 @@ def padded_ids(hidden: set[tuple[int, int]] = frozenset()) -> torch.Tensor:  # t
     for cell, sequence in enumerate(SEQUENCES):
         letters = ["<mask>" if (cell, place) in hidden else letter for place, letter in enumerate(sequence)]
         rows.append(torch.tensor([ESM.index(token) for token in ("<cls>", *letters, "<eos>")]))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=ESM.index("<pad>"))
+    return pad_sequence(rows, batch_first=True, padding_value=ESM.index("<pad>"))
 
 
-def check_vectors(network: Any, theirs: Any) -> None:
-    """The vectors of our model are the means of transformers' states."""
-    ids = padded_ids()
+def check_vectors(network: Any, theirs: Any, ids: torch.Tensor, pad: int = 0, first: int = 0) -> None:
+    """The vectors of our model are the means of transformers' states of `ids`, from place `first` on."""
     with torch.inference_mode():
-        states = theirs.eval()(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).last_hidden_state
-        expected = torch.stack([row[1 : len(sequence) + 1].mean(0) for row, sequence in zip(states, SEQUENCES)])
+        states = theirs.eval()(input_ids=ids, attention_mask=(ids != pad).long()).last_hidden_state
+        expected = torch.stack([row[first : first + len(cell)].mean(0) for row, cell in zip(states, SEQUENCES)])
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
-    check_vectors(made({"path": str(folder)}), transformers.EsmModel.from_pretrained(folder))
+    check_vectors(made({"path": str(folder)}), transformers.EsmModel.from_pretrained(folder), padded_ids(), 1, 1)
 
 
 def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder: Path, tmp_path: Path) -> None:
@@ -112,7 +115,8 @@ def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder:
     model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene", "path": str(folder)}
     exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
     assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(tmp_path / "out")]) == 0
-    check_vectors(load_model(exported)[0], transformers.AutoModel.from_pretrained(tmp_path / "out"))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    check_vectors(load_model(exported)[0], theirs, padded_ids(), 1, 1)
     weights = (exported / "model.safetensors").read_bytes()
     assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(exported)]) == 2
     assert (exported / "model.safetensors").read_bytes() == weights  # the model's own file has that name too
@@ -163,17 +167,9 @@ def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) ->
     wrong = theirs.load_state_dict({full: state[name] for name, full in names.items()}, strict=False)
     assert not wrong.unexpected_keys
     assert all(name.startswith(("pooler", "contact_head")) for name in wrong.missing_keys)
-    given = batch()
-    rows = given.genes.split(given.lengths)
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    with torch.inference_mode():
-        states = theirs(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
-        expected = torch.stack([state[: len(row)].mean(0) for state, row in zip(states, rows)])
-        torch.testing.assert_close(network.eval().embed(given), expected, atol=1e-5, rtol=1e-5)
+    check_vectors(network.eval(), theirs, pad_sequence(batch().genes.split([*map(len, SEQUENCES)]), batch_first=True))
 
-    tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
-    spec = ModelSpec(FamilyConfig.model_validate({"family": "hf"} | options), objective, tokens, len(RESIDUES))
-    size = measure(spec)
+    size = measure(spec_of(options))
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
     assert size.blocks == 2
     assert size.flops.of(1, 0, 0) > 6 * size.blocks * size.block.parameters * 0.9

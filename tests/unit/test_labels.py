@@ -1,6 +1,5 @@
 """Labels and numbers from vectors: losses, weights, cells without one, rows of the head, and calibration."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,22 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.checks import check_together
-from cellmill.config.corpus import Shard
 from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
-from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.obs import numbers_in
-from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream.batch import tokenized
 from cellmill.errors import ConfigError
 from cellmill.evaluate.predict import STEPS, calibrate, classifications_of, fit_temperature, run_head
 from cellmill.models.batch import to_tensors, with_ends, with_genes
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, write_tensors
-from cellmill.models.family import Model
 from cellmill.models.objectives.labels import anticorrelation
-from cellmill.parallel.materialize import materialize
 from cellmill.planner.inputs import check_levels, fitted
 from cellmill.stages import cells as predict
 from tests.checks import refused
-from tests.models import config_json, spec, train_options
+from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
 from tests.unit.exported import export_model
-from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_dataset
+from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
 
 GENES, LEVELS = 12, {"batch": ("1", "2"), "kind": ("b", "m", "t", "<missing>")}
 LABELS = [1, 3, 0, 2, 4, 3]  # numbers of levels: 0 is unknown, 4 missing
@@ -45,22 +36,15 @@ TOKENS = ContinuousTokens.model_validate({"tokenizer": "continuous", "max_tokens
 CLASSIFY: dict[str, Any] = {"objective": "classification", "label_column": "kind"}
 
 
-def _model(levels: dict[str, tuple[str, ...]] = LEVELS, seed: int = 0, **options: Any) -> Model:
-    shape = {"family": "profile", "hidden": 8, "layers": 1}
-    given = spec(GENES, TOKENS, levels, **(shape | CLASSIFY | options))
-    model = build(given)
-    materialize(model, torch.device("cpu"), initial_tensors(model, seed, None, vocabulary_of(genes_named(GENES))))
-    return model
+def _model(**options: Any) -> Any:
+    return initialized(
+        spec(GENES, TOKENS, LEVELS, **{"family": "profile", "hidden": 8, "layers": 1} | CLASSIFY | options)
+    )
 
 
 def _batch() -> Any:
-    rng = np.random.default_rng(0)
-    genes = np.concatenate([np.sort(rng.permutation(GENES)[:4]) for _ in LABELS]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint32)
-    starts = np.arange(len(LABELS) + 1, dtype=np.int64) * 4
-    numbers = np.array([[1, label] for label in LABELS], np.int32)
-    cells = np.arange(len(LABELS))
-    return to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, starts, cells, None, levels=numbers))
+    levels = np.array([[1, label] for label in LABELS], np.int32)
+    return to_tensors(random_cells([4] * len(LABELS), TOKENS, GENES, levels=levels))
 
 
 def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> None:
@@ -70,7 +54,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
     vectors = model.embed(batch)[labelled]
     logits = F.linear(vectors, model.label_head.out.weight, model.label_head.out.bias)[:, :3]
     for training, weights in ((True, [1, 2, 0.5, 2]), (False, [1, 1, 1, 1])):
-        prepared = model.train(training).prepare(model.view(batch, seed=0, step=0), seed=0, step=0)
+        prepared = prepare(model.train(training), batch)
         assert prepared.n_targets == 4
         loss = F.cross_entropy(logits, expected, reduction="none") @ torch.tensor(weights, dtype=torch.float32)
         torch.testing.assert_close(model(prepared), loss)
@@ -78,7 +62,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
     torch.testing.assert_close(
         torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.predict)), observed
     )
-    figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)  # type: ignore[arg-type]
+    figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)
     assert figures["cross_entropy"] == pytest.approx(F.cross_entropy(logits, expected).item(), rel=1e-5)
     assert figures["cross_entropy_frequencies"] == pytest.approx(-(0.5 * np.log(0.5) + 0.5 * np.log(0.25)))
     assert verdicts[0].against == "the frequencies of labels"
@@ -98,11 +82,10 @@ def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) 
 def test_the_judge_measures_calibration_with_and_without_the_temperature() -> None:
     rng, objective = np.random.default_rng(0), _model().objective
     logits, labels = rng.normal(0, 3, (40, 3)).astype(np.float32), rng.integers(0, 3, 40)
-    figures, _ = objective.judge(labels, logits, train=None)  # type: ignore[arg-type]
-    assert figures["calibration_error_uncalibrated"] == pytest.approx(_expected_error(logits, labels, 1.0))
+    figures, _ = objective.judge(labels, logits, train=None)
     assert "calibration_error" not in figures
-    objective.temperature = 2.5  # type: ignore[attr-defined]
-    figures, _ = objective.judge(labels, logits, train=None)  # type: ignore[arg-type]
+    objective.temperature = 2.5
+    figures, _ = objective.judge(labels, logits, train=None)
     assert figures["calibration_error"] == pytest.approx(_expected_error(logits, labels, 2.5))
     assert figures["calibration_error_uncalibrated"] == pytest.approx(_expected_error(logits, labels, 1.0))
     assert figures["calibration_error"] != pytest.approx(figures["calibration_error_uncalibrated"], rel=0.05)
@@ -112,7 +95,7 @@ def test_the_judge_measures_calibration_with_and_without_the_temperature() -> No
 def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
     model, batch = _model(), _batch()
     batch.levels[:, 1] = 0
-    loss = model(model.prepare(model.view(batch, seed=0, step=0), seed=0, step=0))
+    loss = model(prepare(model, batch))
     loss.backward()
     assert loss == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -134,18 +117,15 @@ def test_a_hidden_label_reverses_the_gradient_of_the_vector_alone_and_is_not_pre
 
 def test_a_model_that_only_hides_a_label_is_refused() -> None:
     objective = {"name": "classification", "label_column": "kind", "adversarial_scale": 0.1}
-    given: dict[str, Any] = {name: {} for name in TrainOptions.model_fields}
-    given |= {"train": {"steps": 2}, "objective": objective}
     with pytest.raises(ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"):
-        check_together(check_options(TrainOptions, given, "options"))
+        check_together(train_options(objective=objective))
 
 
 def _stream(objective: dict[str, Any], **stream: Any) -> dict[str, Any]:
     """Section stream of a run, as train gets it, twice."""
-    given = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 2}}
-    parsed = check_options(TrainOptions, given | {"objective": objective, "stream": stream}, "options")
+    parsed = train_options(objective=objective, stream=stream)
     stored = parsed.model_dump(mode="json")
-    assert check_options(TrainOptions, stored, "run.json") == parsed
+    assert TrainOptions.model_validate(stored) == parsed
     return dict(stored["stream"])
 
 
@@ -168,21 +148,16 @@ def test_a_classification_reads_labelled_cells_evenly_unless_the_run_weights_cel
 
 def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:
     donors = np.where(np.arange(90) % 5 == 0, np.nan, np.arange(90) % 3 % 2)
-    path = write_dataset(tmp_path / "one.h5ad", random_counts(90, 40), genes_named(40), {"donor": donors})
-    options_of_shards = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
-    manifest = write_shards([path], vocabulary_of(genes_named(40)), options_of_shards, tmp_path / "s" / "manifest.json")
+    manifest = write_corpus(tmp_path, 90, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]
+    column = np.concatenate([ad.read_h5ad(path).obs["donor"].astype(float) for path in shards])
+    names, sizes = np.unique(column[~np.isnan(column)], return_counts=True)
+    expected = {str(int(name)): sizes.sum() / (len(sizes) * n) for name, n in zip(names, sizes)}
     given = {"name": "classification", "label_column": "donor", "class_weights": "balanced"}
     for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
         options = fitted(train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest)
         (part,) = options.objective.each()
-        weights: dict[str, float] = part.class_weights  # type: ignore[attr-defined]
-        shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]
-
-        column = np.concatenate([ad.read_h5ad(path).obs["donor"].astype(float) for path in shards])
-        column = column[~np.isnan(column)]
-        sizes = {str(int(value)): int((column == value).sum()) for value in np.unique(column)}
-        assert weights == pytest.approx({name: len(column) / (len(sizes) * n) for name, n in sizes.items()})
-        assert sum(weights[name] * n for name, n in sizes.items()) == pytest.approx(len(column))
+        assert part.class_weights == pytest.approx(expected)
 
 
 def test_columns_without_use_are_refused() -> None:
@@ -210,34 +185,10 @@ def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() ->
     model, batch = _model(family="encoder", heads=2, pooling="cls"), _batch()
     lengths = torch.tensor([4, 0, 4, 4, 4, 8], dtype=torch.int32)
     batch = replace(batch, cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), lengths=lengths.tolist())
-    view = model.view(batch, seed=0, step=0)
+    view = model.view(batch, **KEYS)
     assert min(view.lengths) > 0
-    assert model.prepare(view, seed=0, step=0).target_cells.tolist() == [0, 3, 5]
+    assert model.prepare(view, **KEYS).target_cells.tolist() == [0, 3, 5]
     assert with_genes(with_ends(batch, 2)).tolist() == [True, False, True, True, True, True]
-
-
-def test_rows_of_the_head_go_to_the_labels_of_their_names(tmp_path: Path) -> None:
-    genes = tmp_path / "vocabulary.tsv"
-    vocabulary_of(genes_named(GENES)).write(genes)
-    first = _model()
-    folder = tmp_path / "model"
-
-    write_tensors(folder / "model.safetensors", first.state_dict())
-    Vocabulary.read(genes).write(folder / "vocabulary.tsv")
-    (folder / "config.json").write_text(config_json(levels=LEVELS))
-    other = {"batch": ("1", "2"), "kind": ("a", "t", "b")}
-    second = build(spec(GENES, TOKENS, other, family="profile", hidden=8, layers=1, **CLASSIFY))
-    values = dict(initial_tensors(second, 5, folder, Vocabulary.read(genes)))
-    theirs = first.state_dict()["label_head.out.weight"]
-    assert torch.equal(values["label_head.out.weight"][1:], theirs[[2, 0]])
-    fresh = dict(initial_tensors(second, 5, None, Vocabulary.read(genes)))
-    assert torch.equal(values["label_head.out.weight"][0], fresh["label_head.out.weight"][0])
-    third = build(spec(GENES, TOKENS, other, family="profile", hidden=8, layers=1, head_hidden=4, **CLASSIFY))
-    with refused(
-        f"init_from: expected label_head.out.weight of shape (4,), got (8,) in {folder}; give this run the same model "
-        "and objective sections"
-    ):
-        dict(initial_tensors(third, 5, folder, Vocabulary.read(genes)))
 
 
 def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
@@ -277,7 +228,6 @@ def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_r
     options = check_options(predict.PredictOptions, {"embed": {}, "predict": {}}, "test")
     with pytest.raises(ConfigError, match="it predicts no labels; export a run with objective classification"):
         predict.predict(options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad")
-    assert json.loads((model / "config.json").read_text()).get("classifier") is None
 
 
 def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:

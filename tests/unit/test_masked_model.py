@@ -14,13 +14,9 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, tokenized
 from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
-from cellmill.parallel.materialize import materialize
-from tests.models import genes_of, random_cells, spec
+from tests.models import initialized, random_cells, spec
 
-CPU = torch.device("cpu")
 N_GENES = 60
 KINDS = [
     ("continuous", "masked_value"),
@@ -38,13 +34,12 @@ every_kind = pytest.mark.parametrize(
 
 def _tokens(tokenizer: str) -> Tokens:
     bins = {"bins": 7} if tokenizer == "binned" else {}
-    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 32} | bins)
+    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64} | bins)
 
 
-def _model(tokenizer: str, objective: str, seed: int = 0, **options: Any) -> Any:
+def _model(tokenizer: str, objective: str, **options: Any) -> Any:
     given = {"hidden": 16, "layers": 2, "heads": 2, "objective": objective} | options
-    model = build(spec(N_GENES, _tokens(tokenizer), **given))
-    materialize(model, CPU, initial_tensors(model, seed, None, genes_of(N_GENES)))
+    model = initialized(spec(N_GENES, _tokens(tokenizer), **given))
     with torch.no_grad():  # larger weights than those of the start, so that what leaks is seen
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
@@ -52,21 +47,8 @@ def _model(tokenizer: str, objective: str, seed: int = 0, **options: Any) -> Any
     return model
 
 
-def _batch(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14), seed: int = 0) -> Batch:
-    rng = np.random.default_rng(seed)
-    genes = [rng.permutation(N_GENES)[:n] + 2 for n in lengths]
-    values = {
-        "continuous": [rng.gamma(2, 1, n).astype(np.float32) for n in lengths],
-        "binned": [rng.integers(1, 8, n).astype(np.int32) for n in lengths],
-        "rank": [np.arange(n, dtype=np.int32) for n in lengths],
-    }[tokenizer]
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    cells = np.arange(len(lengths), dtype=np.int64) * 101 + 5
-    return Batch(np.concatenate(genes).astype(np.int32), np.concatenate(values), cu_seqlens, cells)
-
-
-def _tensors(tokenizer: str, **options: Any) -> Batch:
-    return to_tensors(_batch(tokenizer, **options), CPU)
+def _tensors(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14)) -> Batch:
+    return to_tensors(random_cells(lengths, _tokens(tokenizer), N_GENES))
 
 
 def _predicted(model: Any, prepared: MaskedBatch) -> torch.Tensor:
@@ -74,26 +56,27 @@ def _predicted(model: Any, prepared: MaskedBatch) -> torch.Tensor:
     return model.objective.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
 
 
-def _said(model: Any, prepared: MaskedBatch) -> list[torch.Tensor]:
-    """Every prediction that the loss judges."""
-    said: list[torch.Tensor] = []
-    objective, hook = model.objective, model.objective.loss_of
+def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float]]:
+    """Every prediction that the loss judges, and its loss."""
+    judged = []
+    objective, loss_of = model.objective, model.objective.loss_of
 
-    def listen(model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        said.append(objective.predict(model, states, prepared))
-        return hook(model, states, prepared)
+    def listen(*given: Any) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(*given)
+        judged.append((objective.predict(*given), loss.item()))
+        return loss
 
     objective.loss_of = listen
     model(prepared)
-    objective.loss_of = hook
-    return said
+    objective.loss_of = loss_of
+    return judged
 
 
 @every_kind
 def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, objective: str) -> None:
     model, batch = _model(tokenizer, objective), _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
-    said = _said(model, prepared)
+    said = _judged(model, prepared)
     assert len(said) == 2  # by the token's state and by the cell's embedding
     field = "genes" if objective == "masked_gene" else "values"
     content = getattr(batch, field).clone()
@@ -101,7 +84,7 @@ def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, obje
     other = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
     assert torch.equal(other.targets, prepared.targets)
     assert not torch.equal(other.answers, prepared.answers)
-    assert all(torch.equal(now, before) for now, before in zip(_said(model, other), said))
+    assert all(torch.equal(now, before) for (now, _), (before, _) in zip(_judged(model, other), said))
 
 
 @every_kind
@@ -151,14 +134,6 @@ def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_rank_token_knows_its_place() -> None:
-    model, batch = _model("rank", "masked_gene").eval(), _batch("rank", lengths=(20,))
-    reversed_genes = Batch(batch.genes[::-1].copy(), batch.values, batch.cu_seqlens, batch.cells)
-    with torch.no_grad():
-        ours, theirs = model.embed(to_tensors(batch, CPU)), model.embed(to_tensors(reversed_genes, CPU))
-    assert (ours - theirs).abs().max() > 1e-3
-
-
 @every_kind
 def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective, cell_loss_weight=0)
@@ -179,24 +154,18 @@ def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> 
 def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(tokenizer: str, objective: str) -> None:
     model, twice = (_model(tokenizer, objective, cell_loss_weight=weight) for weight in (1, 2))
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
-    judged: list[float] = []
-    hook = model.objective.loss_of
-    model.objective.loss_of = lambda *given: judged.append(hook(*given).item()) or hook(*given)
-    model(prepared)
-    by_token, by_cell = judged
-    model.objective.loss_of = hook
+    (said, by_token), (_, by_cell) = _judged(model, prepared)
     assert model(prepared).item() == pytest.approx(by_token + by_cell, rel=1e-5)
     assert twice(prepared).item() == pytest.approx(by_token + 2 * by_cell, rel=1e-5)
-    assert torch.equal(_said(model, prepared)[0], _predicted(model, prepared))
+    assert torch.equal(said, _predicted(model, prepared))
 
 
-def test_the_embedding_of_a_cell_without_tokens_is_finite() -> None:
-    model = _model("continuous", "masked_value").eval()
-    batch = _batch("continuous", lengths=(4, 3))
-    with_empty = Batch(batch.genes, batch.values, np.array([0, 4, 4, 7], np.int32), np.array([5, 7, 106]))
+def test_the_embedding_of_a_cell_without_tokens_is_zero() -> None:
+    model, batch = _model("continuous", "masked_value").eval(), _tensors("continuous", lengths=(4, 0, 3))
     with torch.no_grad():
-        found = model.embed(to_tensors(with_empty, CPU))
-        torch.testing.assert_close(found[[0, 2]], model.embed(to_tensors(batch, CPU)))
+        found = model.embed(batch)
+        apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in (0, 2)])
+    torch.testing.assert_close(found[[0, 2]], apart)
     assert torch.equal(found[1], torch.zeros(16))
 
 
@@ -219,8 +188,7 @@ def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
 
 
 def test_first_weights_have_the_spread_of_gpt_2() -> None:
-    model = build(spec(N_GENES, _tokens("continuous"), hidden=16, layers=8, heads=2))
-    first = dict(initial_tensors(model, 0, None, genes_of(N_GENES)))
+    first = initialized(spec(N_GENES, _tokens("continuous"), hidden=16, layers=8, heads=2)).state_dict()
     assert first["gene_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert first["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
     assert (first["blocks.1.ffn_norm.weight"] == 1).all()
@@ -278,36 +246,30 @@ def test_a_split_that_hides_nothing_is_refused() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (20, 31, 1, 14, 2)
 
 
-def _prepared(renormalize: bool, louder: bool = False, tokenizer: str = "continuous") -> tuple[Any, Batch]:
-    """A masked batch; with `louder`, one whose masked genes have ten times the counts."""
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
+def test_hidden_counts_change_what_the_model_is_given_only_without_renormalize(
+    tokenizer: str, renormalize: bool
+) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     objective = MaskedValue(spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens)
-    cells = random_cells(LENGTHS, tokens, 60, first=0)
-    genes, counts, starts = cells.genes - 2, cells.counts, cells.cu_seqlens.astype(np.int64)
+    cells = random_cells((20, 31, 1, 14, 2), tokens, 60)
 
-    def prepare(counts: np.ndarray) -> tuple[Any, Batch]:
-        batch = tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(LENGTHS)), 64)
+    def prepared(counts: np.ndarray) -> tuple[Any, Batch]:
+        starts = cells.cu_seqlens.astype(np.int64)
+        batch = tokenized(tokens.load()(tokens), cells.genes - 2, counts, starts, cells.cells, 64)
         tensors = padded(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 
-    masked, batch = prepare(counts)
-    if not louder:
-        return masked, batch
-    counts[masked.targets.numpy()] *= 10
-    return prepare(counts)
-
-
-@pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
-def test_hidden_counts_change_nothing_that_the_model_is_given(tokenizer: str) -> None:
-    (one, batch), (other, _) = (_prepared(True, louder, tokenizer) for louder in (False, True))
+    one, batch = prepared(cells.counts)
+    louder = cells.counts.copy()
+    louder[one.targets.numpy()] *= 10
+    other, _ = prepared(louder)
     assert torch.equal(one.answers, batch.values[one.targets]), "the answers are the whole cell's values"
-    assert torch.equal(one.values, other.values)
-    assert torch.equal(one.center, other.center)
-    leaking = [_prepared(False, louder, tokenizer)[0] for louder in (False, True)]
-    assert not torch.equal(leaking[0].values, leaking[1].values)
+    assert torch.equal(one.values, other.values) == renormalize
+    assert torch.equal(one.center, other.center) == (renormalize or tokenizer == "binned")
 
 
 def test_all_shipped_configurations_hide_the_library_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.parallel import Parallel, layout
 from cellmill.config.parts.tokens import Tokens
+from cellmill.parallel.mesh import stages_of
 from cellmill.parallel.pipeline import SCHEDULES
-from cellmill.parallel.stages import stages_of
 from cellmill.planner.memory import Memory, PlannedModel, host_bytes, idle_frac, kept_micro_batches, peak_memory
 from cellmill.planner.size import measure
 from tests.models import spec

@@ -84,11 +84,16 @@ ELSEWHERE = {
     ),
     "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s",
     "unit/test_autoregressive.py": "objective.value_loss_weight",
-    "unit/test_batch_terms.py": "objective.batch_column objective.batch_adversary objective.batch_adversary_scale",
-    "unit/test_cell_decoding.py": "objective.weights objective.decoder_hidden objective.likelihood",
+    "unit/test_cell_decoding.py": (
+        "objective.batch_column objective.batch_adversary objective.batch_adversary_scale "
+        "objective.weights objective.decoder_hidden objective.likelihood "
+        "model.latent objective.decoder_layers objective.max_asked objective.undetected_ratio"
+    ),
     "unit/test_labels.py": "objective.adversarial_scale objective.class_weights",
     "unit/test_config.py": "model.family evaluate.datasets corpora.table corpora.datasets runs.corpus",
-    "unit/test_cell_encoder.py": "tokens.covariates tokens.covariate_unknown_frac",
+    "unit/test_cell_encoder.py": (
+        "tokens.covariates tokens.covariate_unknown_frac model.activation model.norm_eps model.ends model.cls_value"
+    ),
     "unit/test_validation.py": "train.best_mode train.early_stop_patience train.early_stop_min_delta",
     "unit/test_distill.py": "objective.teacher objective.vectors",
     "unit/test_embed.py": "embed.token_budget embed.min_coverage_frac embed.min_expressed_frac",
@@ -103,12 +108,8 @@ ELSEWHERE = {
     "unit/test_genes.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
     "unit/test_perturbation_response.py": "objective.perturbation_column objective.control objective.perturbed_genes",
     "unit/test_plan.py": "train.steps train.epochs",
-    "unit/test_post_norm.py": "model.activation model.norm_eps model.ends model.cls_value",
     "unit/test_precision.py": "parallel.tf32 embed.precision evaluate.precision",
     "unit/test_preprocess.py": "preprocess.organism preprocess.min_coverage_frac preprocess.row_block",
-    "unit/test_query_decoding.py": (
-        "model.latent objective.decoder_layers objective.max_asked objective.undetected_ratio"
-    ),
     "unit/test_repeats.py": (
         "stream.weight_by stream.labelled_frac stream.weight_exponent stream.max_repeats stream.weight_warmup_steps "
         "stream.weight_start_exponent"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,9 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.build import build
-from cellmill.models.export import initial_tensors
-from cellmill.parallel.materialize import materialize
+from cellmill.models.batch import to_tensors
 from cellmill.planner.inputs import fitted
-from tests.models import KEYS, initialized, random_cells, spec, train_options
+from tests.models import genes_of, initialized, prepare, random_cells, spec, train_options
 
 N_GENES = 30
 LEVELS = {"assay": ("a", "b"), "guide": ("A", "A+B", "control", "unnamed", "<missing>")}
@@ -46,8 +44,7 @@ def _cells() -> Batch:
 @pytest.mark.parametrize("length", [None, 200])
 def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) -> None:
     model = _model()
-    view = model.view(_cells(), **KEYS)
-    prepared = model.prepare(view if length is None else padded(view, length), **KEYS)
+    prepared = prepare(model, _cells(), length)
     assert prepared.target_cells.tolist() == [0, 1, 2, 3, 6]  # cells of unknown perturbation are no targets
     table, project = model.profile_genes.weight, model.response_genes
     of_genes = {0: table[5], 1: (table[5] + table[9]) / 2, 3: torch.zeros_like(table[5])}
@@ -68,7 +65,7 @@ def test_another_control_or_gene_gives_another_loss() -> None:
     losses = []
     for changed in ({}, {"control": "A"}, {"perturbed_genes": {"A": [7]}}):
         model = _model(**changed)
-        losses.append(model(model.prepare(model.view(_cells(), **KEYS), **KEYS)).item())
+        losses.append(model(prepare(model, _cells())).item())
     assert len({round(loss, 4) for loss in losses}) == 3
 
 
@@ -95,32 +92,25 @@ def test_expected_logarithms_are_those_of_poisson_counts() -> None:
     np.testing.assert_allclose(expected_log_expression(shares, depth)[1], exact, atol=1e-9)
 
 
-def test_a_training_finds_the_genes_that_levels_are_named_after(context: Context, corpus: dict[str, Path]) -> None:
-    vocabulary = context.model.vocabulary
-
-    class Shards:
-        def levels(self, columns: dict[str, str]) -> dict[str, list[str]]:
-            assert list(columns) == ["guide"]
-            return {"guide": [vocabulary.symbols[3], "control", "nothing", "<missing>"]}
-
-    objective = {"name": "perturbation_response", "perturbation_column": "guide", "control": "control"}
-    options = train_options(objective=objective)
-    found = fitted(options, Path(corpus["vocabulary"]), Shards())  # type: ignore[arg-type]
-    assert found.objective.perturbed_genes == {vocabulary.symbols[3]: [3 + len(SPECIAL)]}
-    assert fitted(found, Path(corpus["vocabulary"]), Shards()) == found  # type: ignore[arg-type]
+def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) -> None:
+    vocabulary, path = genes_of(N_GENES), tmp_path / "vocabulary.tsv"
+    vocabulary.write(path)
+    gene, given = vocabulary.symbols[3], {"perturbation_column": "guide", "control": "control"}
+    shards: Any = SimpleNamespace(levels=lambda columns: {"guide": [gene, "control", "nothing", "<missing>"]})
+    found = fitted(train_options(objective={"name": "perturbation_response"} | given), path, shards)
+    assert found.objective.perturbed_genes == {gene: [3 + len(SPECIAL)]}
+    assert fitted(found, path, shards) == found
 
 
 def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context: Context) -> None:
-    n = context.model.vocabulary.n_genes
-    tokens = context.model.tokens
-    model = build(spec(n, tokens, LEVELS, **{"family": "profile", "hidden": 16, "layers": 1} | OPTIONS))
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, context.model.vocabulary))
+    sizes = {"family": "profile", "hidden": 16, "layers": 1}
+    model = initialized(spec(context.model.vocabulary.n_genes, context.model.tokens, LEVELS, **sizes | OPTIONS))
     with torch.no_grad():
         model.get_parameter("response_genes.bias").fill_(0.5)
-    vectors = np.random.default_rng(0).normal(size=(context.reader.n_obs, 16)).astype(np.float32)
-    names = np.array(["control" if cell % 2 else "A" for cell in range(context.reader.n_obs)])
-    batch = np.array(["x" if cell // 2 % 2 else "y" for cell in range(context.reader.n_obs)])
-    obs = context.reader.obs.assign(perturbation=names, batch=batch)
+    cells = np.arange(context.reader.n_obs)
+    vectors = np.random.default_rng(0).normal(size=(len(cells), 16)).astype(np.float32)
+    names, batches = np.where(cells % 2, "control", "A"), np.where(cells // 2 % 2, "x", "y")
+    obs = context.reader.obs.assign(perturbation=names, batch=batches)
     roles = {"perturbation": obs["perturbation"], "batch": obs["batch"], "is_control": obs["perturbation"] == "control"}
     changed = replace(context, roles=roles, vectors=vectors, model=replace(context.model, network=model.eval()))
     profiles: Profiles = read_profiles(changed, ("batch",))

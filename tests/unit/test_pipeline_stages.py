@@ -1,9 +1,6 @@
 """Assignment of blocks to pipeline stages, and micro-batches of a step."""
 
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +9,8 @@ import pytest
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.models.build import build
-from cellmill.parallel.stages import blocks_of, keep_stage, stages_of, tied_parameters
+from cellmill.parallel.mesh import blocks_of, keep_stage, stages_of, tied_parameters
 from tests.models import spec
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -95,24 +90,3 @@ def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
         assert len(borders) - 1 <= most
         largest = max(int(lengths[a:b].sum()) for a, b in pairwise(borders))
         assert largest == lengths.max() or len(cut_batch(lengths, largest - 1)) - 1 > most
-
-
-@pytest.mark.full
-def test_three_billion_parameters_are_built_without_their_memory() -> None:
-    program = """
-import resource, torch
-from cellmill.models.build import build
-from cellmill.parallel.stages import keep_stage
-from tests.models import spec
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = build(spec(20_000, hidden=2560, layers=40, heads=20))
-parameters = sum(p.numel() for p in model.parameters())
-keep_stage(model, 1, 4)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(parameters, sum(p.numel() for p in model.parameters()), after - before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    parameters, of_a_stage, grown_kb = map(int, done.stdout.split())
-    assert parameters > 3e9
-    assert of_a_stage == pytest.approx(parameters / 4, rel=0.1)
-    assert grown_kb < 100_000

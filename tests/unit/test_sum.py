@@ -1,7 +1,7 @@
 """sum: each part's loss is that of its objective alone, over its own targets; what one hides no other shows."""
 
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +10,16 @@ import torch
 from cellmill.config.load import check_options
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.objective import ObjectiveConfig
-from cellmill.config.parts.objectives import MaskedValueConfig, SumConfig
+from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.errors import ConfigError
 from cellmill.models.batch import on_device, padded, to_tensors
-from cellmill.models.objective import GeneStatistics, Objective
+from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
 from cellmill.train.loop import LossParts
 from tests.checks import refused
-from tests.models import KEYS, initialized, random_cells, spec
+from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -33,16 +32,12 @@ def _model(**objective: Any) -> Any:
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batch:
-    return random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(seed))
-
-
-def _prepared(model: Any, batch: Batch) -> Any:
-    return model.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
+    return to_tensors(random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(seed)))
 
 
 def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
-    model, batch = _model(objective="sum", parts=PARTS), to_tensors(_cells())
-    prepared = _prepared(model, batch)
+    model, batch = _model(objective="sum", parts=PARTS), _cells()
+    prepared = prepare(model, batch, 128)
     losses = model(prepared)
     masked = _model(objective="masked_value", mask_frac=0.4)
     of_view = masked.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
@@ -51,18 +46,16 @@ def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
     decoding = _model(objective="cell_decoding", decoder_hidden=None)
     decoding.hidden_value = masked.hidden_value
     assert torch.equal(losses[0], decoding(prepared.parts[0]))
-    shown = decoding.prepare(padded(decoding.view(batch, **KEYS), 128), **KEYS)
+    shown = prepare(decoding, batch, 128)
     assert torch.equal(prepared.parts[0].weights, shown.weights)
     assert not torch.equal(decoding(shown), losses[0]), "the cell's vector saw values that are hidden"
 
 
 def test_second_views_are_no_further_cells_of_other_parts() -> None:
-    paired = {
-        name: given | ({"view_loss": "vicreg"} if name == "cell_decoding" else {}) for name, given in PARTS.items()
-    }
-    batch = to_tensors(_cells())
+    paired = PARTS | {"cell_decoding": PARTS["cell_decoding"] | {"view_loss": "vicreg"}}
+    batch = _cells()
     plain, model = (_model(objective="sum", parts=parts) for parts in (PARTS, paired))
-    one, both = (made.prepare(padded(made.view(batch, **KEYS), 128), **KEYS) for made in (plain, model))
+    one, both = (prepare(made, batch, 128) for made in (plain, model))
     shown, n = plain.view(batch, **KEYS), len(batch.lengths)
     assert torch.equal(both.n_targets, one.n_targets)
     assert torch.equal(both.parts[1].targets, one.parts[1].targets)
@@ -78,7 +71,7 @@ def test_second_views_are_no_further_cells_of_other_parts() -> None:
 
 def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
     model = _model(objective="sum", parts=PARTS)
-    micro = [_prepared(model, to_tensors(_cells(seed=seed, lengths=(9, 30)[: seed + 1]))) for seed in (0, 1)]
+    micro = [prepare(model, _cells(seed=seed, lengths=(9, 30)[: seed + 1]), 128) for seed in (0, 1)]
     n = torch.stack([prepared.n_targets for prepared in micro]).sum(0)
     losses = torch.stack([model(prepared) for prepared in micro]).sum(0) / n
     expected = torch.autograd.grad(losses[0] + 0.3 * losses[1], list(model.parameters()))
@@ -103,7 +96,7 @@ def test_a_part_without_targets_has_loss_zero_but_all_of_them_have_none() -> Non
 
 def test_tensors_of_all_parts_are_copied_once() -> None:
     model = _model(objective="sum", parts=PARTS)
-    copied = on_device(_prepared(model, to_tensors(_cells())), torch.device("meta"))
+    copied = on_device(prepare(model, _cells(), 128), torch.device("meta"))
     tensors = [value for part in (copied, *copied.parts) for value in vars(part).values() if hasattr(value, "is_meta")]
     assert all(tensor.is_meta for tensor in tensors)
     assert copied.parts[0].genes is copied.parts[1].genes is copied.genes
@@ -113,7 +106,7 @@ def test_figures_and_verdicts_are_those_of_the_parts() -> None:
     model = _model(objective="sum", parts=PARTS).eval()
     train = GeneStatistics(np.arange(N_GENES), np.linspace(1, 2, N_GENES), 1.5, 100)
     with torch.no_grad():
-        batches = [_prepared(model, to_tensors(_cells(seed=seed))) for seed in (0, 1)]
+        batches = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
         observed = [model.objective.observe(model, prepared) for prepared in batches]
         figures, verdicts = model.objective.judge(*map(np.concatenate, zip(*observed)), train=train)
         for index, (name, part) in enumerate(model.objective.each.items()):
@@ -150,28 +143,10 @@ def test_stored_options_are_those_of_the_run() -> None:
         config.check_tokens(Tokens.model_validate({"tokenizer": "rank"}))
 
 
-class _OtherConfig(MaskedValueConfig):
-    """An installed objective that takes the name of another part's head."""
-
-    implementation: ClassVar[str] = "tests.unit.test_sum:_Other"
-    hides_tokens: ClassVar[bool] = False
-    name: Literal["other"] = "other"  # type: ignore[assignment]
-
-
-class _Other(Objective):
-    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `head`."""
-        model.head = torch.nn.Linear(2, 2)
-        return ("head",)
-
-
 def test_two_heads_of_one_name_are_refused() -> None:
-    parts = SumConfig.model_validate({"parts": {"masked_value": {}}}).parts | {"other": _OtherConfig()}
-    object.__setattr__(parts["other"], "weight", 1.0)
+    parts: dict[str, Any] = {}
+    for name in ("masked_value", "masked_gene"):
+        parts |= SumConfig.model_validate({"parts": {name: {"cell_loss_weight": 0}}}).parts
     objective = Sum(SumConfig.model_construct(name="sum", parts=parts), TOKENS)
-    model: Any = torch.nn.Module()
-    model.width, model.plan, model.head_activation, model.head_norm_eps = 4, SimpleNamespace(begin=()), torch.nn.GELU, 1
-    with pytest.raises(
-        ConfigError, match=r"objective\.parts\.other: its head head has the name of another part's; leave"
-    ):
-        objective.attach(model, 10)
+    with refused("objective.parts.masked_gene: its head head has the name of another part's; leave one of them out"):
+        objective.attach(_model(objective="cell_decoding"), 10)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
@@ -22,21 +21,17 @@ from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
 from tests.checks import check_gradients, loss_by_shares
-from tests.models import config_json, initialized, prepare, random_cells, spec
+from tests.models import ONE_LAYER, config_json, initialized, prepare, random_cells, spec
 
-N_GENES, H = 60, 16
+N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 LEVELS = {"batch": ("x", "y"), "cell_type": ("a", "b", "c")}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "encoder": {"family": "encoder", "hidden": H, "layers": 1, "heads": 2, "dropout": 0.2},
-    "profile": {"family": "profile", "hidden": H, "layers": 1, "dropout": 0.2},
-}
-EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EVERY_FAMILY = pytest.mark.parametrize("family", ONE_LAYER)
 OBJECTIVE = {"objective": "supervised_contrastive", "label_column": "cell_type"}
 
 
 def _model(family: str, **options: Any) -> Any:
-    given = FAMILIES[family] | ({} if "objective" in options else OBJECTIVE) | options
+    given = ONE_LAYER[family] | ({} if "objective" in options else OBJECTIVE) | options
     return initialized(spec(N_GENES, TOKENS, LEVELS, **given)).train()
 
 
@@ -45,7 +40,7 @@ def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
     rng = np.random.default_rng(first)
     lengths = rng.integers(2, 30, len(labels))
     levels = np.array([[1, label] for label in labels], np.int32)
-    return random_cells(lengths, TOKENS, N_GENES, rng=rng, first=first, levels=levels)
+    return to_tensors(random_cells(lengths, TOKENS, N_GENES, rng=rng, first=first, levels=levels))
 
 
 def _reference(z: torch.Tensor, labels: list[int], temperature: float) -> Any:
@@ -89,7 +84,7 @@ def test_without_two_cells_of_a_label_there_is_no_loss_and_no_gradient(labels: l
 def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family: str) -> None:
     model = _model(family, temperature=0.3)
     given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
-    batches = [to_tensors(_cells(labels, 10 * at)) for at, labels in enumerate(given)]
+    batches = [_cells(labels, 10 * at) for at, labels in enumerate(given)]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
     prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)
@@ -101,24 +96,14 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
 
 
-def test_cells_without_a_label_are_not_of_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LEVELS, "cell_type", ("a", "b", MISSING))
-    prepared = prepare(_model("profile"), to_tensors(_cells((1, 3, 2, 3, 1, 0)), torch.device("cpu")))
-    assert (prepared.target_cells.tolist(), prepared.targets.tolist()) == ([0, 2, 4], [0, 1, 0])
-
-
 def test_column_and_temperature_are_those_of_the_options() -> None:
-    batch = to_tensors(_cells((1, 2, 3, 1, 2)))
+    batch = _cells((1, 2, 3, 1, 2))
     changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
     losses = [(model := _model("profile", **change))(prepare(model, batch)).item() for change in changes]
     assert len({round(loss, 3) for loss in losses}) == 3
-    assert losses[2] == pytest.approx(_of_one_label(_model("profile"), batch), rel=1e-5)
-
-
-def _of_one_label(model: Any, batch: Any) -> float:
-    prepared = prepare(model, batch)
-    z = model.cell_vectors(model.states(prepared), prepared).detach()
-    return float(_reference(z, [1] * len(z), 0.1))
+    model = _model("profile")
+    z = model.cell_vectors(model.states(prepared := prepare(model, batch)), prepared)
+    assert losses[2] == pytest.approx(_reference(z, [1] * len(z), 0.1).item(), rel=1e-5)
 
 
 def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
@@ -166,19 +151,9 @@ def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights
 
 
 def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any) -> str:
-    config: dict[str, Any] = {
-        "family": family,
-        "model": {"hidden": 8},
-        "objective": objective,
-        "tokens": {"tokenizer": "continuous", "max_tokens": 4},
-        "n_genes": 3,
-        "vocabulary_digest": "a",
-        "fingerprint": "b",
-        "init_from": None,
-        "step": 1,
-        "val_loss": 1.0,
-        "supervised_by": labels,
-    }
+    config: dict[str, Any] = {"family": family, "model": {"hidden": 8}, "objective": objective, "n_genes": 3}
+    config |= {"tokens": {"tokenizer": "continuous", "max_tokens": 4}, "vocabulary_digest": "a", "fingerprint": "b"}
+    config |= {"init_from": None, "step": 1, "val_loss": 1.0, "supervised_by": labels}
     return model_card(config | more, 5)
 
 

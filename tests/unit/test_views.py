@@ -1,4 +1,4 @@
-"""Views of cells, whose shown and hidden part together are the cell, and VICReg of both parts."""
+"""Random numbers by key; views of cells, whose shown and hidden part together are the cell; VICReg of both parts."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,15 +11,22 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
-from cellmill.models.batch import padded, to_tensors
-from cellmill.models.counter_rng import host_state, keyed_bits
-from cellmill.models.objectives.terms import vicreg
+from cellmill.models.batch import to_tensors
+from cellmill.models.counter_rng import (
+    host_state,
+    keyed_bits,
+    keyed_dropout,
+    keyed_state,
+    keyed_token_bits,
+    threshold,
+)
+from cellmill.models.objectives.cell_decoding import vicreg
 from cellmill.models.objectives.views import HIDE, ViewBatch, draw_share, draw_view
 from cellmill.planner.size import measure
 from tests.checks import check_gradients, loss_by_shares
-from tests.models import KEYS, initialized, random_cells, spec
+from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, spec
 
-N_GENES = 200
+N_GENES, LONG_CELLS = 200, Tokens.model_validate({"max_tokens": 128})
 EVERY_VIEW = pytest.mark.parametrize("view", ["drop", "thin", "drop_thin"])
 
 
@@ -27,23 +34,19 @@ def _config(view: str, **options: Any) -> CellDecodingConfig:
     return CellDecodingConfig.model_validate({"name": "cell_decoding", "view": view} | options)
 
 
-def _tokens(tokenizer: str = "continuous") -> Tokens:
-    return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 128})
-
-
-def _batch(n_cells: int = 40, tokenizer: str = "continuous") -> Batch:
+def _batch() -> Batch:
     rng = np.random.default_rng(0)
-    lengths = rng.integers(2, 100, n_cells)
+    lengths = rng.integers(2, 100, 40)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
     counts = rng.integers(1, 30, len(genes)).astype(np.uint16)
-    tokens = _tokens(tokenizer)
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(n_cells) * 7 + 3, tokens.max_tokens)
+    tokenizer = LONG_CELLS.load()(LONG_CELLS)
+    return tokenized(tokenizer, genes, counts, starts, np.arange(40) * 7 + 3, LONG_CELLS.max_tokens)
 
 
-def _view(batch: Batch, view: str, step: int = 0, tokenizer: str = "continuous", **options: Any) -> ViewBatch:
-    tokens = _tokens(tokenizer)
-    return draw_view(to_tensors(batch), tokens.load()(tokens), _config(view, **options), seed=1, step=step)
+def _view(batch: Batch, view: str, step: int = 0, **options: Any) -> ViewBatch:
+    tokenizer = LONG_CELLS.load()(LONG_CELLS)
+    return draw_view(to_tensors(batch), tokenizer, _config(view, **options), seed=1, step=step)
 
 
 def _dense(cells: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor, n_cells: int) -> torch.Tensor:
@@ -91,11 +94,10 @@ def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
 def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
     batch, shares = _batch(), []
     for step in range(60):
-        hidden = _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9))
+        hidden, whole = _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9)), _whole(batch)
         if view == "drop":
-            shares.append((hidden > 0).sum(1) / (_whole(batch) > 0).sum(1))
-        else:
-            shares.append(hidden.sum(1) / _whole(batch).sum(1))
+            hidden, whole = hidden > 0, whole > 0
+        shares.append(hidden.sum(1) / whole.sum(1))
     found = torch.stack(shares)[:, torch.tensor(_batch().cu_seqlens).diff() > 60]
     assert found.mean().item() == pytest.approx(0.6, abs=0.02)
     assert found.std().item() == pytest.approx((0.6**2 / 12 + 0.003) ** 0.5, abs=0.02)
@@ -132,17 +134,13 @@ def test_the_target_may_be_the_whole_cell(view: str) -> None:
     assert torch.equal(drawn.genes, hidden.genes)
 
 
-FEW_GENES, H = 60, 16
+FEW_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 WEIGHTS = {"invariance_weight": 2.0, "variance_weight": 3.0, "covariance_weight": 0.5}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "encoder": {"family": "encoder", "hidden": H, "layers": 1, "heads": 2, "dropout": 0.2},
-    "profile": {"family": "profile", "hidden": H, "layers": 1, "dropout": 0.2},
-}
 
 
 def _spec(family: str, **options: Any) -> Any:
-    return spec(FEW_GENES, TOKENS, objective="cell_decoding", **FAMILIES[family], **options)
+    return spec(FEW_GENES, TOKENS, objective="cell_decoding", **ONE_LAYER[family], **options)
 
 
 def _model(family: str, **options: Any) -> Any:
@@ -150,7 +148,7 @@ def _model(family: str, **options: Any) -> Any:
 
 
 def _cells(lengths: tuple[int, ...], first: int = 0) -> Batch:
-    return random_cells(lengths, TOKENS, FEW_GENES, rng=np.random.default_rng(first), first=first)
+    return to_tensors(random_cells(lengths, TOKENS, FEW_GENES, rng=np.random.default_rng(first), first=first))
 
 
 def _reference(first: torch.Tensor, second: torch.Tensor, invariance: float, variance: float, covariance: float) -> Any:
@@ -172,12 +170,12 @@ def test_the_loss_of_rows_is_that_of_the_vectors_in_any_slots() -> None:
     torch.testing.assert_close(vicreg(table, (2, 3, 0.5)), 9 * _reference(first, second, 2, 3, 0.5))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_LAYER)
 def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family: str) -> None:
     model = _model(family, view_loss="vicreg", **WEIGHTS)
-    batches = [to_tensors(_cells(*given)) for given in (((20, 31, 1, 14), 0), ((2, 1, 25), 10), ((9,), 20))]
+    batches = [_cells(*given) for given in (((20, 31, 1, 14), 0), ((2, 1, 25), 10), ((9,), 20))]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
-    prepared = [model.prepare(padded(model.view(batch, **KEYS), 200), **KEYS) for batch in batches]
+    prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)
     vectors = [model.cell_vectors(model.states(part), part) for part in prepared]
     first, second = (torch.cat([z[part.pairs[i]] for z, part in zip(vectors, prepared)]).double() for i in (0, 1))
@@ -189,7 +187,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
 
 @pytest.mark.parametrize("view", ["drop", "thin"])
 def test_the_second_views_are_the_hidden_parts(view: str) -> None:
-    batch = to_tensors(_cells((20, 31, 1, 14, 2)))
+    batch = _cells((20, 31, 1, 14, 2))
     plain, paired = (_model("profile", view=view, view_loss=on).view(batch, **KEYS) for on in (None, "vicreg"))
     n, shown = len(batch.lengths), len(plain.genes)
     assert paired.lengths[:n] == plain.lengths
@@ -209,3 +207,47 @@ def test_the_plan_counts_both_parts_and_their_second_forward_pass() -> None:
     # half of a cell in one forward and one backward pass, or all of it in two and one
     assert two.flops.block / one.flops.block == pytest.approx(2 * 4 / 3, rel=0.1)
     assert two.flops.finish == pytest.approx(one.flops.finish, rel=0.02)
+
+
+WORD = (1 << 64) - 1
+
+
+def _splitmix64(state: int) -> int:
+    """One step, from the constants of the paper, in Python's unbounded integers."""
+    state = (state + 0x9E3779B97F4A7C15) & WORD
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+    return state ^ (state >> 31)
+
+
+def test_bits_are_splitmix64_folded_over_the_keys() -> None:
+    assert _splitmix64(0) == 0xE220A8397B1DCDAF, "the published first number"
+    keys = [0, 1, 2**31, 2**63 - 1, -1, -(2**63)]
+    found = keyed_bits(torch.tensor(keys), 7, -1).tolist()
+    expected = [_splitmix64(_splitmix64(_splitmix64(key & WORD) ^ 7) ^ WORD) >> 1 for key in keys]
+    assert found == expected
+    assert (host_state(np.array(keys), 7, -1) >> np.uint64(1)).tolist() == expected
+
+
+def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
+    cells, cell, place = torch.tensor([2**40, -3, 9]), torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
+    assert torch.equal(keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3))
+
+
+def test_a_share_of_the_bits_lies_below_the_threshold() -> None:
+    draws = keyed_bits(torch.arange(100_000), 1)
+    for share in (0.0, 0.15, 0.5, 1.0):
+        assert abs((draws < threshold(share)).double().mean().item() - share) < 0.005
+
+
+def test_dropout_depends_on_token_layer_and_column_but_not_on_the_batch() -> None:
+    keys = keyed_bits(torch.arange(64), 9)
+    x = torch.ones(64, 32)
+    states = keyed_state(keys, 3)
+    whole = keyed_dropout(x, 0.25, states)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(keyed_dropout(x[order], 0.25, states[order]), whole[order])
+    assert torch.equal(keyed_dropout(x[5:9], 0.25, states[5:9]), whole[5:9])
+    assert not torch.equal(keyed_dropout(x, 0.25, keyed_state(keys, 4)), whole)
+    assert whole.unique().tolist() == [0.0, torch.tensor(1 / 0.75).item()]
+    assert abs((whole == 0).double().mean().item() - 0.25) < 0.03

@@ -28,7 +28,7 @@ def export(*, format: str, model: Path, out: Path) -> None:
         print(f"{model} -> {out}, vectors within {difference:.1g} of the model's", flush=True)
         return
     try:
-        module = importlib.import_module("cellmill.models.hf.model")
+        module = importlib.import_module("cellmill.models.families.hf")
     except ImportError as error:
         raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[hf]'") from None
     module.write_transformers(model, out)

@@ -53,11 +53,11 @@ def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
 def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
     """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and count 0."""
     more, cell = before + after, positions(batch)[0]
-    at = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
+    moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
     cells = torch.arange(len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
 
     def spread(tensor: torch.Tensor, fill: float) -> torch.Tensor:
-        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(0, at, tensor)
+        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(0, moved_to, tensor)
 
     return batch.map(
         lambda per, array: spread(array, per.pad) if per.axis == "token" else array,

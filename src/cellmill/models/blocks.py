@@ -10,7 +10,7 @@ Legend: T tokens of the batch, R rows (cells or queries), H hidden, h heads, d w
 from functools import cache
 from importlib import import_module
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -145,3 +145,16 @@ def is_linear(layer: nn.Module) -> bool:
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
+class Reversed(torch.autograd.Function):
+    """Identity, of a tensor and a number `scale`, whose gradient is multiplied by `-scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.scale * grad, None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -30,6 +30,10 @@ class ModelSpec:
     @classmethod
     def of(cls, options: TrainOptions, n_genes: int, levels: Mapping[str, Sequence[str]] | None = None) -> Self:
         return cls(options.model, options.objective, options.tokens, n_genes, levels or {})
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return the options of model, objective and tokens as JSON stores them."""
+        return {name: getattr(self, name).model_dump(mode="json") for name in ("model", "objective", "tokens")}
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:

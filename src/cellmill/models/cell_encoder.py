@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.tokens import Tokens
+from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, with_extra_tokens
 from cellmill.models.blocks import Entry
@@ -160,11 +160,12 @@ class TokenEncoder(CellEncoder):
     )
     gene_rows = frozenset({"gene_embedding.weight"})
     blocks: nn.ModuleList
-    gene_embedding: nn.Embedding
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, width: int, n_genes: int, objective: Objective) -> None:
         super().__init__(objective)
+        self.width, self.n_tokens = width, n_genes + len(SPECIAL)
         self.enter, self.enter_keys = Entry(), Entry()
+        self.gene_embedding = nn.Embedding(self.n_tokens, width)
 
     def through(self, x: torch.Tensor, prepared: EncoderBatch, last: int | None = None) -> torch.Tensor:
         """Apply the blocks, up to number `last`."""
@@ -172,3 +173,9 @@ class TokenEncoder(CellEncoder):
         for block in list(self.blocks)[:last]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
+
+    def with_hidden(self, values: torch.Tensor, prepared: EncoderBatch, at: torch.Tensor | slice) -> torch.Tensor:
+        """(N, H): embedded values of the tokens `at`, hidden ones replaced by `hidden_value` if there is one."""
+        if not hasattr(self, "hidden_value"):
+            return values
+        return torch.where(prepared.value_hidden[at][:, None], self.hidden_value.to(values.dtype), values)

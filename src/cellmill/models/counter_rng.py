@@ -4,6 +4,8 @@ A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, 
 generator state to advance or save: a token gets the same draw in every layout, in every batch, and in recomputation.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -23,20 +25,14 @@ def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
 def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
     """Return the int64 state behind `keyed_bits`, into which more keys can be folded."""
     device = next(key.device for key in keys if isinstance(key, torch.Tensor))
-    state = torch.zeros((), dtype=torch.int64, device=device)
-    for key in keys:
-        state = _mix(state ^ key)
-    return state
+    return _folded(torch.zeros((), dtype=torch.int64, device=device), keys)
 
 
 def keyed_token_bits(
     cells: torch.Tensor, cell: torch.Tensor, seed: int, step: int, *keys: torch.Tensor | int
 ) -> torch.Tensor:
     """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are mixed once."""
-    state = keyed_state(cells, seed, step)[cell]
-    for key in keys:
-        state = _mix(state ^ key)
-    return _shift(state, 1)
+    return _shift(_folded(keyed_state(cells, seed, step)[cell], keys), 1)
 
 
 def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
@@ -56,6 +52,12 @@ def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tens
 def threshold(probability: float) -> int:
     """Return the bound below which `keyed_bits` fall with `probability`."""
     return min(int(probability * 2.0**63), 2**63 - 1)
+
+
+def _folded(state: torch.Tensor, keys: Iterable[torch.Tensor | int]) -> torch.Tensor:
+    for key in keys:
+        state = _mix(state ^ key)
+    return state
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@
 Nothing is unpickled. Genes that the model of `init_from` never saw start as the mean row of the genes it has.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -20,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cellmill.config.load import check_options, read_model_config, unusable
-from cellmill.config.parts.family import FamilyConfig
+from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.plugin import in_one_line
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.files import atomic_path, require_file, sha256_file
+from cellmill.files import atomic_path, require_file, sha256_file, write_json, write_text
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
@@ -74,6 +74,35 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise DataError(f"{path}: could not be written: {error}") from None
+
+
+def write_model(
+    folder: Path,
+    sections: Mapping[str, Any],
+    genes: Vocabulary,
+    tensors: dict[str, torch.Tensor],
+    about: Mapping[str, Any],
+    card: Callable[[dict[str, Any]], str],
+) -> None:
+    """Write a model folder: the options `sections` of model, objective and tokens, and `about`, are its config.json.
+
+    config.json is removed first and written last; README.md is what `card` makes of it.
+    """
+    config_path = folder / "config.json"
+    config_path.unlink(missing_ok=True)
+    write_tensors(folder / WEIGHTS, tensors)
+    genes.write(folder / "vocabulary.tsv")
+    config = {
+        "format": WEIGHTS_FORMAT,
+        "family": sections["model"]["family"],
+        **{name: sections[name] for name in ("model", "objective", "tokens")},
+        "n_genes": genes.n_genes,
+        "vocabulary_digest": genes.digest,
+        **about,
+        "weights_sha256": sha256_file(folder / WEIGHTS),
+    }
+    write_text(folder / "README.md", card(config))
+    write_json(config_path, config)
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from cellmill.config.parallel import Style
 from cellmill.config.parts.objective import ObjectiveConfig
@@ -155,6 +156,13 @@ class RowShare:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
+
+
+def value_loss(predicted: torch.Tensor, values: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """Return the summed loss of values (N,): squared errors, or the cross-entropy of logits (N, bins) from `first`."""
+    if predicted.ndim == 2:
+        return F.cross_entropy(predicted, values - first, reduction="sum")
+    return (predicted - values).square().sum()
 
 
 def expected_bins(logits: torch.Tensor, first: int = 1) -> torch.Tensor:

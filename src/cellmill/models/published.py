@@ -1,26 +1,8 @@
 """Published single-cell models as model folders that name their source. Nothing that a file names is run.
 
-Geneformer (Theodoris et al. 2023), V1 and V2, is of the family `bert`:
-
-    config.json                       BertConfig of transformers
-    model.safetensors                 or pytorch_model.bin: BertForMaskedLM, or BertModel alone
-    token_dictionary*.pkl             Ensembl id -> token, with <pad>, <mask>, and in V2 <cls> and <eos>
-    gene_median_dictionary*.pkl       Ensembl id -> median of the nonzero counts per 10,000 over its corpus
-
-A gene's rank value is its count over the cell's total, times 10,000, over its median: the order of our rank tokens with
-these medians in the vocabulary. Ties, which Geneformer leaves to an unstable sort, are ordered by Ensembl id. Genes
-without a token or a median are left out.
-
-scGPT (Cui et al. 2024) is of the family `scgpt`:
-
-    args.json        sizes of the model
-    vocab.json       gene symbol -> token, with <pad> and <cls>
-    best_model.pt    state dict of torch, with attention named as flash-attn or as torch names it
-
-Symbols are mapped to Ensembl ids; those that are unknown, ambiguous or a second name of a gene are left out. Values are
-quantile bins of the cell's nonzero counts, 1 to n_bins - 1, with ties at the right edge where scGPT draws one at
-random. A cell longer than the model takes keeps the genes of highest counts where scGPT draws a random sample. scGPT's
-own decoders have no counterpart, so an objective's heads start untrained.
+docs/finetune.md lists the files and what becomes of tokens, genes and heads, for Geneformer (Theodoris et al. 2023), of
+family `bert`, and scGPT (Cui et al. 2024), of family `scgpt`. Geneformer's rank value of a gene is its count over the
+cell's total, times 10,000, over its median: the order of our rank tokens with these medians in the vocabulary.
 """
 
 import pickle
@@ -34,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from cellmill.config.load import check_options
-from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.config.published import (
@@ -50,9 +32,9 @@ from cellmill.data.genes.names import map_genes
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import require_file, sha256_file, write_json, write_text
+from cellmill.files import require_file, sha256_file
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors, write_tensors
+from cellmill.models.export import initial_tensors, write_model
 from cellmill.parallel.materialize import named_tensors
 
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
@@ -361,30 +343,15 @@ def _write(
     }
     if wrong := [name for name, tensor in written.items() if not tensor.isfinite().all()]:
         raise DataError(f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again")
-    config_path.unlink(missing_ok=True)
-    write_tensors(out / "model.safetensors", written)
-    genes.write(out / "vocabulary.tsv")
     untrained = [name for name in written if name not in tensors]
-    config = {
-        "format": WEIGHTS_FORMAT,
-        "family": spec.model.family,
-        **{name: getattr(spec, name).model_dump(mode="json") for name in ("model", "objective", "tokens")},
-        "n_genes": genes.n_genes,
-        "vocabulary_digest": genes.digest,
-        "fingerprint": IMPORTED,
-        "init_from": str(source["weights"]),
-        "step": 0,
-        "val_loss": None,
-        "seed": 0,
-        "source": source | {"untrained": untrained},
-        "weights_sha256": sha256_file(out / "model.safetensors"),
-    }
-    write_text(out / "README.md", _card(config, sum(tensor.numel() for tensor in written.values())))
-    write_json(config_path, config)
+    about = {"fingerprint": IMPORTED, "init_from": source["weights"], "step": 0, "val_loss": None, "seed": 0}
+    about["source"] = source | {"untrained": untrained}
+    n_parameters = sum(tensor.numel() for tensor in written.values())
+    write_model(out, spec.sections(), genes, written, about, lambda config: _card(config, n_parameters))
     return untrained
 
 
-def _card(config: dict[str, Any], parameters: int) -> str:
+def _card(config: dict[str, Any], n_parameters: int) -> str:
     """README of an imported model: its source, what was left out, and its limits."""
     source = config["source"]
     rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")
@@ -397,7 +364,7 @@ tags: [single-cell, transcriptomics, {config["family"]}]
 
 | | |
 |---|---|
-| parameters | {parameters:,} |
+| parameters | {n_parameters:,} |
 | vocabulary | {config["n_genes"]:,} genes, digest `{config["vocabulary_digest"][:16]}` |
 | tokens | {config["tokens"]["tokenizer"]}, at most {config["tokens"]["max_tokens"]} genes a cell |
 {rows}

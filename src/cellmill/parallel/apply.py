@@ -40,8 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from cellmill.config.parallel import Parallel, Style
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import keep_stage
+from cellmill.parallel.mesh import Mesh, keep_stage
 from cellmill.parallel.torch_private import CheckpointImpl, checkpoint_wrapper, operator_name
 
 COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

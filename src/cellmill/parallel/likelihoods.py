@@ -21,6 +21,7 @@ Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as l
 Legend: N targets or cells, H hidden, V local rows of the table.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
@@ -39,8 +40,6 @@ ELEMENTS = {"cpu": 1 << 22}
 """Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
-Group = dist.ProcessGroup | None  # the ranks that share the table; None without tensor parallel
-
 
 def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a float32 scalar.
@@ -49,7 +48,7 @@ def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, an
     dtype of `states`; everything else is float32. `backward` can run once. Collective over the ranks that share a
     sharded table.
     """
-    return _chunked(states, table, bias, _Answers(answers))
+    return _Answers(answers).chunked_loss(states, table, bias)
 
 
 def profile_loss(
@@ -72,34 +71,15 @@ def profile_loss(
     negative log-likelihood of each cell's counts divided by their sum.
     """
     if dispersion is None:
-        return _chunked(states, table, bias, _Profiles(entries, starts, genes, weights))
-    return _chunked(states, table, bias, _Counts(entries, starts, genes, weights), dispersion)
-
-
-def _chunked(
-    states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, targets: Any, *vectors: torch.Tensor
-) -> torch.Tensor:
-    group, rows = None, len(table)
-    if is_dtensor(table):
-        targets.first_row, group = first_row(table), table.device_mesh.get_group()
-        rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
-        states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
-    chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
-    dtype = autocast_dtype(states) or states.dtype
-    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-        return _ChunkedLoss.apply(
-            targets, group, chunk, dtype, torch.is_grad_enabled(), states, table, bias, *vectors
-        )  # fmt: skip
+        return _Profiles(entries, starts, genes, weights).chunked_loss(states, table, bias)
+    return _Counts(entries, starts, genes, weights).chunked_loss(states, table, bias, dispersion)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Targets whose rows of the table are on another rank add nothing here."""
-
     @staticmethod
     def forward(
         ctx: Any,
-        targets: Any,
-        group: Group,
+        targets: "_Targets",
         chunk: int,
         dtype: torch.dtype,
         grad_enabled: bool,
@@ -107,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
         table: torch.Tensor,
         *vectors: torch.Tensor,
     ) -> torch.Tensor:
-        to_states, to_table, *to_vectors = (grad_enabled and needed for needed in ctx.needs_input_grad[5:])
+        to_states, to_table, *to_vectors = (grad_enabled and needed for needed in ctx.needs_input_grad[4:])
         loss = torch.zeros((), device=states.device)
         states_grad = torch.empty_like(states) if to_states else None
         table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
@@ -118,7 +98,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(states), chunk):
             part = states[start : start + chunk].to(dtype)
             logits = F.linear(part, rows, offset).float()
-            of_chunk, of_vectors = targets.loss(start, logits, vectors[1:], group)
+            of_chunk, *of_vectors = targets.loss(start, logits, *vectors[1:])
             loss += of_chunk
             gradient = logits.to(dtype)
             if states_grad is not None:
@@ -139,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
-        return (None, None, None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -157,34 +137,80 @@ def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-class _Answers:
-    """One token for each target."""
+class _Targets(ABC):
+    """Targets of a loss; those whose rows of the table are on another rank add nothing here."""
 
     first_row = 0  # of this rank's part of the table
+    group: dist.ProcessGroup | None = None  # ranks that share the table; None without tensor parallel
 
-    def __init__(self, answers: torch.Tensor) -> None:
-        self.answers = answers
+    def chunked_loss(
+        self, states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, *vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the summed loss, a float32 scalar: see `token_loss`; `vectors` (V,) are what it needs beside."""
+        rows = len(table)
+        if is_dtensor(table):
+            self.first_row, self.group = first_row(table), table.device_mesh.get_group()
+            rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
+            states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
+        chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
+        dtype = autocast_dtype(states) or states.dtype
+        with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
+            return _ChunkedLoss.apply(self, chunk, dtype, torch.is_grad_enabled(), states, table, bias, *vectors)
 
-    def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    @abstractmethod
+    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the summed loss of the targets from `start` on, and its gradient to each of `vectors`, (V,).
 
         The float32 `logits` (n, V) of these targets become their own gradient, in place. Collective over `group`.
         """
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        if self.group is not None:
+            dist.all_reduce(tensor, op, group=self.group)
+
+    def subtract_maximum(self, logits: torch.Tensor) -> None:
+        """Subtract each target's maximum over the rows of all ranks, in place."""
+        maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+        self.all_reduce(maximum, dist.ReduceOp.MAX)
+        logits.sub_(maximum[:, None])
+
+    def cross_entropy(
+        self, logits: torch.Tensor, picked: Callable[[], torch.Tensor], subtract: Callable[[], object]
+    ) -> torch.Tensor:
+        """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
+
+        `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the targets' own
+        probabilities from `logits`, which by then are the model's.
+        """
+        rows = logits.shape[1]
+        self.subtract_maximum(logits)
+        correct = picked() if rows else logits.new_zeros(len(logits))
+        sums = torch.stack([logits.exp_().sum(1), correct])
+        self.all_reduce(sums)
+        logits.div_(sums[0][:, None])
+        if rows:
+            subtract()
+        return (sums[0].log() - sums[1]).sum()
+
+
+class _Answers(_Targets):
+    """One token for each target."""
+
+    def __init__(self, answers: torch.Tensor) -> None:
+        self.answers = answers
+
+    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
         inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
 
         def subtract() -> None:
             logits.scatter_(1, row, logits.gather(1, row) - inside.to(logits.dtype)[:, None])
 
-        return _cross_entropy(logits, lambda: logits.gather(1, row)[:, 0] * inside, subtract, group), ()
+        return (self.cross_entropy(logits, lambda: logits.gather(1, row)[:, 0] * inside, subtract),)
 
 
-class _Profiles:
+class _Profiles(_Targets):
     """A sparse distribution for each target."""
-
-    first_row = 0
 
     def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor) -> None:
         self.starts, self.genes, self.weights = starts, genes, weights
@@ -199,56 +225,23 @@ class _Profiles:
         row = self.genes[chunk] - self.first_row
         return target, row.clamp(0, n_rows - 1), self.weights[chunk], (row >= 0) & (row < n_rows)
 
-    def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
         dense = torch.zeros_like(logits)
         if logits.shape[1]:
             target, row, weights, inside = self.entries(start, logits)
             dense.index_put_((target, row), weights * inside, accumulate=True)
-        return _cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense), group), ()
-
-
-def _cross_entropy(
-    logits: torch.Tensor, picked: Callable[[], torch.Tensor], subtract: Callable[[], object], group: Group
-) -> torch.Tensor:
-    """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
-
-    `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the targets' own probabilities
-    from `logits`, which by then are the model's.
-    """
-    rows = logits.shape[1]
-    _subtract_maximum(logits, group)
-    correct = picked() if rows else logits.new_zeros(len(logits))
-    sums = torch.stack([logits.exp_().sum(1), correct])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    logits.div_(sums[0][:, None])
-    if rows:
-        subtract()
-    return (sums[0].log() - sums[1]).sum()
-
-
-def _subtract_maximum(logits: torch.Tensor, group: Group) -> None:
-    """Subtract each target's maximum over the rows of all ranks, in place."""
-    maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    if group is not None:
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    logits.sub_(maximum[:, None])
+        return (self.cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense)),)
 
 
 class _Counts(_Profiles):
     """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
 
-    def loss(
-        self, start: int, logits: torch.Tensor, vectors: tuple[torch.Tensor, ...], group: Group
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inverse = vectors[0].float().exp()
-        _subtract_maximum(logits, group)
+        self.subtract_maximum(logits)
         normalizer = logits.exp().sum(1)
-        if group is not None:
-            dist.all_reduce(normalizer, group=group)
+        self.all_reduce(normalizer)
         logits.sub_(normalizer.log()[:, None])  # log-softmax
         sums, of_inverse = logits.new_zeros(2, len(logits)), torch.zeros_like(inverse)
         probabilities = logits.exp()
@@ -256,10 +249,9 @@ class _Counts(_Profiles):
             sums[0], of_mean, of_inverse = self._of_rows(start, logits, probabilities, inverse)
             sums[1] = of_mean.sum(1)
             logits.copy_(of_mean)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
+        self.all_reduce(sums)
         logits.sub_(probabilities.mul_(sums[1][:, None]))
-        return sums[0].sum(), (of_inverse,)
+        return sums[0].sum(), of_inverse
 
     def _of_rows(
         self, start: int, log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor

@@ -95,7 +95,7 @@ Part = tuple[slice | list[int], ...]
 
 def own_part(tensor: torch.Tensor) -> Part:
     """Return the part of a DTensor's full tensor that is this rank's; of a plain tensor all of it. No communication."""
-    part = tuple(_own(tensor, dim) for dim in range(tensor.ndim))
+    part = tuple(_own_positions(tensor, dim) for dim in range(tensor.ndim))
     assert sum(isinstance(index, list) for index in part) <= 1, "two lists would choose elements, not a block"
     return part
 
@@ -106,7 +106,7 @@ def as_index(chosen: list[int]) -> slice | list[int]:
     return slice(first, first + len(chosen)) if chosen == list(range(first, first + len(chosen))) else chosen
 
 
-def _own(tensor: torch.Tensor, dim: int) -> slice | list[int]:
+def _own_positions(tensor: torch.Tensor, dim: int) -> slice | list[int]:
     if not is_dtensor(tensor):
         return slice(None)
     dt = torch.distributed.tensor

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from cellmill.config.parallel import Parallel, pipeline_tokens
 from cellmill.errors import ConfigError
 from cellmill.parallel.apply import COMPUTE_DTYPE, reshard
-from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import V_SHAPED, PipelineStages, stages_of, tied_parameters
+from cellmill.parallel.mesh import V_SHAPED, Mesh, PipelineStages, stages_of, tied_parameters
 from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}  # torch's names of schedules, where they differ from ours
@@ -245,7 +244,5 @@ class _Schedule:
     def received(self) -> Iterator[Any]:
         """What has a receive buffer."""
         for stage in self.stages:
-            for by_micro_batch in (stage.args_recv_info, stage.grad_recv_info):
-                for received in (one for several in by_micro_batch.values() for one in several):
-                    if getattr(received, "buffer", None) is not None:
-                        yield received
+            for of_micro_batch in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                yield from (received for received in of_micro_batch if getattr(received, "buffer", None) is not None)

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, Self
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.models.build import ModelSpec
-from cellmill.parallel.stages import blocks_of, stages_of
+from cellmill.parallel.mesh import blocks_of, stages_of
 from cellmill.planner.size import FLOAT32, ModelSize, measure
 
 

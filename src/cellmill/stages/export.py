@@ -23,10 +23,10 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
 from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classifications_of, regressions_of
-from cellmill.files import read_json, sha256_file, write_json, write_text
+from cellmill.files import read_json, write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
-from cellmill.models.export import fill_buffers, spec_of, write_tensors
+from cellmill.models.export import fill_buffers, spec_of, write_model, write_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import named_tensors, to_empty
 from cellmill.runs.folder import Checkpoint, TrainFolder
@@ -62,22 +62,13 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
         raise DataError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
     (out / "config.json").unlink(missing_ok=True)
-    write_tensors(out / "model.safetensors", tensors)
-    genes.write(out / "vocabulary.tsv")
     shutil.rmtree(out / "adapter", ignore_errors=True)  # of an earlier export
     if adapter is not None:  # as the package peft reads it, its configuration last
         write_tensors(out / "adapter" / "adapter_model.safetensors", adapter[1])
-        about = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
-        write_json(out / "adapter" / "adapter_config.json", about)
+        described = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
+        write_json(out / "adapter" / "adapter_config.json", described)
     given, progress = state["options"], state["progress"]
-    config: dict[str, Any] = {
-        "format": WEIGHTS_FORMAT,
-        "family": given["model"]["family"],
-        "model": given["model"],
-        "objective": given["objective"],
-        "tokens": given["tokens"],
-        "n_genes": genes.n_genes,
-        "vocabulary_digest": genes.digest,
+    about: dict[str, Any] = {
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
         "supervised_by": state.get("supervised_by", []),
@@ -89,12 +80,12 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         "levels": state.get("levels"),
     }
     for key in ("weighted_by", "ema_decay", "levels"):  # absent where a run has none
-        if config[key] is None:
-            del config[key]
-    config |= {"weights_sha256": sha256_file(out / "model.safetensors")} | _heads(model, genes, state, train)
-    write_text(out / "README.md", model_card(config, sum(p.numel() for p in model.parameters())))
-    write_json(out / "config.json", config)
-    print(f"{out}: step {config['step']}, {len(tensors)} tensors", flush=True)
+        if about[key] is None:
+            del about[key]
+    about |= _heads(model, genes, state, train)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    write_model(out, given, genes, tensors, about, lambda config: model_card(config, n_parameters))
+    print(f"{out}: step {progress['step']}, {len(tensors)} tensors", flush=True)
 
 
 def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:

@@ -18,8 +18,7 @@ import torch
 
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective, RowShare
-from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import PipelineStages, last_part
+from cellmill.parallel.mesh import Mesh, PipelineStages, last_part
 from cellmill.parallel.step import StepModel
 
 Rows = tuple[torch.Tensor, ...]  # rows of a micro-batch in each table

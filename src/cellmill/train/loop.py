@@ -34,8 +34,7 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import Mesh, gather_json
-from cellmill.parallel.stages import PipelineStages
+from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import Flops

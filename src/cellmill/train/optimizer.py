@@ -23,8 +23,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.blocks import is_linear
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import local_of, mesh_of
-from cellmill.parallel.stages import any_part
+from cellmill.parallel.mesh import any_part, local_of, mesh_of
 from cellmill.parallel.torch_private import move_all, version_of
 from cellmill.train.step_guard import AsyncScalars
 

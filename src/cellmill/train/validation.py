@@ -20,8 +20,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
-from cellmill.parallel.mesh import Mesh
-from cellmill.parallel.stages import PipelineStages, any_part, last_part
+from cellmill.parallel.mesh import Mesh, PipelineStages, any_part, last_part
 from cellmill.runs.folder import COLLAPSED
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers

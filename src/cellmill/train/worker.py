@@ -39,8 +39,7 @@ with importing():
     from cellmill.models.gene_vectors import TABLE, read_gene_vectors
     from cellmill.parallel.apply import parallelize
     from cellmill.parallel.materialize import materialize, plain_name
-    from cellmill.parallel.mesh import Mesh, build_mesh, set_tf32
-    from cellmill.parallel.stages import PipelineStages, stages_of
+    from cellmill.parallel.mesh import Mesh, PipelineStages, build_mesh, set_tf32, stages_of
     from cellmill.parallel.torch_private import set_group_timeouts
     from cellmill.planner.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder

@@ -119,7 +119,7 @@ class HfConfig(FamilyConfig):
     """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
     micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
 
-    implementation: ClassVar[str] = "cellmill.models.hf.model:HfModel"
+    implementation: ClassVar[str] = "cellmill.models.families.hf:HfModel"
     value_kinds: ClassVar[tuple[str, ...]] = ("none", "place")
     objectives: ClassVar[tuple[str, ...]] = ("masked_gene", "cell_decoding", "supervised_contrastive")
     compiles: ClassVar[bool] = False

@@ -39,18 +39,16 @@ class AutoregressiveModel(TokenEncoder):
     gene_bias: nn.Parameter  # (V,): bias of the logits of genes, attached by `next_gene`
 
     def __init__(self, config: AutoregressiveConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
-        super().__init__(objective)
-        self.width = hidden = config.hidden
+        hidden = config.hidden
+        super().__init__(hidden, n_genes, objective)
         self.pooling = config.pooling
-        n_tokens = n_genes + len(SPECIAL)
-        self.gene_embedding = nn.Embedding(n_tokens, hidden)
         # places are in the rank embedding already
         has_values = tokens.value_kind in ("scalar", "class")
         self.value_embedding = value_embedding(tokens, hidden) if has_values else None
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
         self.blocks = pre_norm_blocks(config, causal=True)
         self.norm = nn.LayerNorm(hidden)
-        self.attach_heads(n_tokens)
+        self.attach_heads(self.n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         return self.enter(self.inputs(prepared.genes, prepared.values, prepared.place))

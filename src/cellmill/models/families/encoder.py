@@ -46,11 +46,9 @@ class EncoderModel(TokenEncoder):
     gene_vectors: GeneVectors | None
 
     def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
-        super().__init__(objective)
+        hidden = config.hidden
+        super().__init__(hidden, n_genes, objective)
         self.config = config
-        self.width = hidden = config.hidden
-        n_tokens = n_genes + len(SPECIAL)
-        self.gene_embedding = nn.Embedding(n_tokens, hidden)
         self.value_embedding = value_embedding(tokens, hidden)
         if tokens.covariates:
             self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
@@ -58,13 +56,13 @@ class EncoderModel(TokenEncoder):
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
             rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
             self.level_rows = {**self.level_rows, **rows}
-        attach_gene_vectors(self, config, n_tokens)
+        attach_gene_vectors(self, config, self.n_tokens)
         self.blocks = pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
         self.pooling = config.pooling
         if self.pooling == "cls":
             self.cell_token = nn.Parameter(torch.empty(hidden))
-        self.attach_heads(n_tokens)
+        self.attach_heads(self.n_tokens)
         if self.pooling == "attention":
             self.pool_query = nn.Parameter(torch.empty(hidden))
             self.plan = replace(self.plan, finish=(*self.plan.finish, "pool_query"))
@@ -138,9 +136,7 @@ class EncoderModel(TokenEncoder):
             embedded = self.value_embedding(centered.to(next(self.value_embedding.parameters()).dtype))
         else:
             embedded = self.value_embedding(values)
-        if hasattr(self, "hidden_value"):
-            hidden = self.hidden_value.to(embedded.dtype)
-            embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
+        embedded = self.with_hidden(embedded, prepared, at)
         if not hasattr(self, "covariates") or prepared.covariate_rows is None:
             return genes + embedded
         rows = prepared.covariate_rows[at]

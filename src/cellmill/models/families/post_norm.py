@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.families import BertFamilyConfig, ScgptConfig
 from cellmill.config.parts.family import PostNormConfig
-from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.blocks import Block, Entry
@@ -61,10 +61,9 @@ class PostNormEncoder(TokenEncoder):
     norm: nn.Module
 
     def __init__(self, config: PostNormConfig, n_genes: int, objective: Objective) -> None:
-        super().__init__(objective)
-        self.config, self.width, self.n_tokens = config, config.hidden, n_genes + len(SPECIAL)
+        super().__init__(config.hidden, n_genes, objective)
+        self.config = config
         self.head_activation, self.head_norm_eps = ACTIVATIONS[config.activation], config.norm_eps
-        self.gene_embedding = nn.Embedding(self.n_tokens, config.hidden)
         if config.n_ends:
             self.end_embedding = nn.Embedding(config.n_ends, config.hidden)
         self.blocks = nn.ModuleList(PostNormBlock(config, index) for index in range(config.layers))
@@ -141,10 +140,7 @@ class ScgptModel(PostNormEncoder):
         genes = prepared.genes[at]
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
         embedded = self.value_out_norm(self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype)))
-        if hasattr(self, "hidden_value"):
-            hidden = self.hidden_value.to(embedded.dtype)
-            embedded = torch.where(prepared.value_hidden[at][:, None], hidden, embedded)
-        return self.gene_norm(self.embedded_genes(genes)) + embedded
+        return self.gene_norm(self.embedded_genes(genes)) + self.with_hidden(embedded, prepared, at)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, H) float32, of length 1."""

@@ -7,6 +7,10 @@ their sum, divided by the sum; with `likelihood: nb` the negative binomial likel
 included, also divided by the sum. With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both
 parts is added in training only. `judge` compares with the mean profile of the training cells.
 
+Two ways to keep a cell's batch out of its vector: the decoder gets a vector of each batch (`LevelTerms`), so that the
+cell's need not encode it, as in scVI (Lopez et al. 2018); an `Adversary` predicts the batch from the cell's vector,
+through a reversed gradient that makes the encoder hide it (Ganin & Lempitsky 2015).
+
 perturbation_response: the decoder is given the cell's vector plus a response to its perturbation, as in CPA (Lotfollahi
 et al. 2023, Mol. Syst. Biol. 19:e11517): a projection of what the decoder knows of the perturbed genes, a bias that all
 perturbations share, and a learned vector of each perturbation. Controls have no response. A perturbation that was not
@@ -15,7 +19,7 @@ binomial draws: the response has to explain the part of the counts that the cell
 does not.
 
 Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M most genes of a
-perturbation, V tokens of the vocabulary.
+perturbation, V tokens of the vocabulary. Numbers of levels begin at 1, 0 is an unknown one.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,19 +29,82 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch
+from cellmill.models.blocks import Reversed
 from cellmill.models.initial import Fill, with_std, zeros
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
-from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
+
+VARIANCE_EPS = 1e-4
+
+
+def vicreg(table: torch.Tensor, weights: tuple[float, float, float]) -> torch.Tensor:
+    """Return n times the loss, a float64 scalar, of rows (slots, 1 + 2 H): 1, z and z'; rows of zeros are no cells.
+
+    z and z' are the vectors of the n cells of a global batch, C and C' their covariances, divided by n - 1; `weights`:
+
+    - invariance: the mean over cells and directions of (z - z')^2
+    - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
+    - covariance: the sum of squares of C off its diagonal, divided by H, for both views
+
+    Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun 2022, equations 1
+    to 6; the invariance is divided by H, as in the authors' code.
+    """
+    width = table.shape[1] // 2
+    filled, *views = table.double().split([1, width, width], dim=1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    invariance, variance, covariance = weights
+    first, second = views
+    loss = invariance * (first - second).square().sum() / (n * width)
+    for z in views:
+        centered = z - filled * (z.sum(0) / n)
+        matrix = centered.T @ centered / (n - 1).clamp(min=1)
+        variances = matrix.diagonal()
+        hinge = F.relu(1 - (variances + VARIANCE_EPS).sqrt()).mean()
+        correlated = (matrix.square().sum() - variances.square().sum()) / width
+        loss = loss + variance * hinge + covariance * correlated
+    return n_cells * loss
+
+
+class LevelTerms(nn.Module):
+    """A vector of each level, zero for an unknown one; of `centered` ones the mean over levels is subtracted."""
+
+    def __init__(self, levels: int, width: int, centered: bool = True) -> None:
+        super().__init__()
+        self.centered = centered
+        self.weight = nn.Parameter(torch.empty(levels, width))
+
+    def initial_value(self, name: str) -> Fill:
+        return zeros
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        terms = self.weight - self.weight.mean(0) if self.centered else self.weight
+        return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
+
+
+class Adversary(nn.Module):
+    """Classifier of the level from the cell embedding, whose gradient to the embedding is reversed, times `scale`."""
+
+    def __init__(self, hidden: int, levels: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = with_std(nn.Linear(hidden, hidden), hidden**-0.5)
+        self.out = with_std(nn.Linear(hidden, levels), hidden**-0.5)
+
+    def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """(C, H) and (C,) int64 -> cross-entropy summed over cells of known level, a float32 scalar."""
+        logits = self.out(F.gelu(self.inner(Reversed.apply(vectors, self.scale)))).float()
+        return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,10 +49,10 @@ from cellmill.config.parts.objectives import (
 from cellmill.data.shards.index import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_genes
+from cellmill.models.blocks import Reversed
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Objective, RowShare
-from cellmill.models.objectives.terms import Reversed
 from cellmill.runs.verdict import Verdict, compare
 
 BINS = 15

@@ -30,7 +30,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
+from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict, value_loss
 from cellmill.models.objectives.views import tokens_of
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
@@ -165,10 +165,7 @@ class MaskedValue(MaskedObjective):
         return normal(STD) if name == "hidden_value" else None
 
     def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
-        predicted = self.predict(model, states, prepared)
-        if self._is_class:
-            return F.cross_entropy(predicted, prepared.answers - self._first_bin, reduction="sum")
-        return (predicted - prepared.answers).square().sum()
+        return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
 
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""

@@ -27,7 +27,7 @@ from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict
+from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict, value_loss
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -86,11 +86,7 @@ class NextGene(Objective):
         loss = loss + F.softplus(goes_on).sum() + F.softplus(-ends).sum()
         if not self.predicts_values:
             return loss
-        predicted, answers = self.values(model, before, genes), prepared.values[prepared.targets]
-        if self._is_class:
-            of_values = F.cross_entropy(predicted, answers - 1, reduction="sum")  # bins count from 1
-        else:
-            of_values = (predicted - answers).square().sum()
+        of_values = value_loss(self.values(model, before, genes), prepared.values[prepared.targets])
         return loss + self.config.value_loss_weight * of_values
 
     def before(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:

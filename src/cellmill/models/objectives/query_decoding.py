@@ -99,13 +99,14 @@ class QueryDecoding(Objective):
         drawn = host_state(place.numpy(), HIDE, state=state[cell.numpy()])
         keys = torch.from_numpy((drawn >> np.uint64(1)).view(np.int64))
         hidden = torch.from_numpy(uniform(drawn)) < share[cell]
+        n_hidden = torch.bincount(cell[hidden], minlength=len(batch.lengths))
         # of each cell the hidden tokens with the lowest keys: by cell, then by key
-        order = (at := hidden.nonzero().flatten())[keys[at].argsort()]
+        order = hidden.nonzero().flatten()
+        order = order[keys[order].argsort()]
         order = order[cell[order].argsort(stable=True)]
-        counts = torch.bincount(cell[at])
-        rank = torch.arange(len(at)) - (counts.cumsum(0) - counts)[cell[order]]
+        rank = torch.arange(len(order)) - (n_hidden.cumsum(0) - n_hidden)[cell[order]]
         queried = order[rank < self.config.max_asked].sort().values
-        n_hidden, n_queried = (torch.bincount(cell[at], minlength=len(batch.lengths)) for at in (hidden, queried))
+        n_queried = torch.bincount(cell[queried], minlength=len(batch.lengths))
         free = self.n_genes - batch.cu_seqlens.diff().long()
         n_drawn = torch.where(free > 0, (n_queried * self.config.undetected_ratio).ceil().long(), 0)
         of, gene = _undetected(batch, n_drawn, free, self.n_genes, seed, step)

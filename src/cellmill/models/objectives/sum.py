@@ -93,12 +93,11 @@ class Sum(Objective):
         for part in parts:
             part.training = self.training
         prepared = [part.prepare(batch if part.config.draws_view else first, seed=seed, step=step) for part in parts]
-        hiding = [own for own, part in zip(prepared, parts) if part.config.hides_tokens]
-        given = (hiding or prepared)[0]
-        if first is not batch:  # what hides tokens of first views, with the second views behind them
-            given = drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
-            if hiding:
-                given = replace(hiding[0], **{name: _followed(hiding[0], drawn, name) for name in SHARED})
+        hiding = next((own for own, part in zip(prepared, parts) if part.config.hides_tokens), None)
+        given = prepared[0] if hiding is None else hiding
+        if first is not batch:
+            drawn = next(own for own, part in zip(prepared, parts) if part.config.draws_view)
+            given = drawn if hiding is None else _with_second_views(hiding, drawn)
         if isinstance(given, EncoderBatch):  # nothing is hidden for one part and shown to another
             shared = {name: getattr(given, name) for name in SHARED}
             prepared = [replace(own, **shared) if isinstance(own, EncoderBatch) else own for own in prepared]
@@ -143,8 +142,12 @@ def _attributes(model: Any) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _followed(hiding: Any, drawn: Any, name: str) -> Any:
-    first, longer = getattr(hiding, name), getattr(drawn, name)
-    if isinstance(longer, torch.Tensor):
-        return torch.cat([first, longer[len(first) :]])
-    return [*first, *longer[len(first) :]] if isinstance(longer, list) else longer
+def _with_second_views(hiding: Any, drawn: Any) -> Any:
+    """Batch `hiding`, of first views, followed by the second views that `drawn` has behind them."""
+
+    def followed(first: Any, both: Any) -> Any:
+        if isinstance(both, torch.Tensor):
+            return torch.cat([first, both[len(first) :]])
+        return [*first, *both[len(first) :]] if isinstance(both, list) else both
+
+    return replace(hiding, **{name: followed(getattr(hiding, name), getattr(drawn, name)) for name in SHARED})
