@@ -1,7 +1,7 @@
 """Undocumented names of Snakemake still mean what workflow/rules/undocumented.smk says.
 
 `elsewhere` is held by test_a_training_on_the_login_node_is_refused, and what a command leaves of a profile by
-test_one_key_of_the_machine_changed_on_the_command_line_leaves_the_others_of_the_profile (test_line.py).
+test_runs_name_their_machines_of_which_a_command_changes_single_keys (test_line.py).
 """
 
 import re
