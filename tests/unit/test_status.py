@@ -320,6 +320,36 @@ def test_every_reason_why_a_job_waits_has_a_sentence(reason: str, begins: str) -
     assert line.startswith(f"PENDING ({reason}): {begins}")
 
 
+SNAKEFILE = """
+from cellmill.launch.queue import reasons_of_failed
+
+rule all:
+    input: "a.txt", "b.txt"
+
+rule a:
+    output: "a.txt"
+    log: "logs/a b.log"
+    shell: "(echo cellmill train: first; echo 'cellmill train: why'; echo x; exit 2) 2>&1 | tee {log:q}"
+
+rule b:
+    output: "b.txt"
+    shell: "touch {output}"
+
+onerror:
+    print(*reasons_of_failed(log), sep="\\n", file=sys.stderr)
+"""
+
+
+def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_path: Path) -> None:
+    (tmp_path / "Snakefile").write_text(f"import sys\n{SNAKEFILE}")
+    words = [sys.executable, "-m", "snakemake", "--cores", "1"]
+    done = subprocess.run(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.splitlines()
+    below = lines[max(number for number, line in enumerate(lines) if "CalledProcessError" in line) :]
+    assert [line for line in below if line.startswith("cellmill ")] == ["cellmill train: why"]
+    assert lines[-1] == "At least one job did not complete successfully."
+
+
 def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(tmp_path: Path) -> None:
     stage, slurm = tmp_path / "a.log", tmp_path / "8.log"
     (tmp_path / "log").write_text(2 * f"Error in rule embed:\n    log: {stage}, {slurm} (check log file(s) for …)\n")

@@ -69,6 +69,7 @@ def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
+        ("objective={skip: -1}", "objective: skip: input should be greater than or equal to 0, got"),
         ("tokens={tokenizer: continuous}", "tokens.tokenizer continuous has values of kind scalar, family toy embeds"),
         ("evaluate={classifiers: [toy_centre]}", "unknown classifier 'toy_centre'; did you mean 'toy_centroid'?"),
         ("track={to: {toy_file: {pth: x}}}", "track.to: toy_file: unknown key 'pth'; did you mean 'path'?"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import cellmill
 from cellmill.cli import main
 from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.names import map_genes
@@ -60,18 +62,46 @@ def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_p
     assert len(re.findall(rf"cellmill train .* --init-from {model} ", said)) == 2
 
 
-def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dry_run(project: Project) -> None:
-    start, objective = "runs.tuned.init_from: given", {"objective": {"name": "masked_value"}}
-    assert _line(project, "scgpt:given") == f"{start}: no such folder; give the folder with the published files"
-    folder = scgpt_folder(project.folder / "given", ["GAPDH", "CD3D"])
-    assert _line(project, "scgpt:given", model={"family": "scgpt", "hidden": 32}, **objective) == (
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dry_run(
+    kind: str, project: Project
+) -> None:
+    folder = project.folder / "given"
+    parent, start = f"{kind}:given", "runs.tuned.init_from: given"
+    assert _line(project, parent) == f"{start}: no such folder; give the folder with the published files"
+    if kind == "geneformer":
+        geneformer_folder(folder, GENES)
+        weights, names = "pytorch_model.bin", "model.safetensors or pytorch_model.bin"
+    else:
+        scgpt_folder(folder, ["GAPDH", "CD3D"])
+        weights, names = "best_model.pt", "best_model.pt or model.safetensors"
+    (folder / weights).rename(folder / "elsewhere")
+    objective = {"objective": {"name": "masked_gene" if kind == "geneformer" else "masked_value"}}
+    assert _line(project, parent, **objective) == (
+        f"{start}: expected one {names}, got none; copy the one of these weights there"
+    )
+    (folder / "elsewhere").rename(folder / weights)
+    family = "bert" if kind == "geneformer" else "scgpt"
+    assert _line(project, parent, model={"family": family, "hidden": 32}, **objective) == (
         "config/parent.yaml + config/config.yaml: runs.tuned: model.hidden is 32, the model to start from "
-        "(scgpt:given) has 16; make them equal"
+        f"({parent}) has 16; make them equal"
     )
-    (folder / "best_model.pt").unlink()
-    assert _line(project, "scgpt:given", **objective) == (
-        f"{start}: expected one best_model.pt or model.safetensors, got none; copy the one of these weights there"
-    )
+    if kind == "geneformer":
+        assert _line(project, parent, tokens={"tokenizer": "rank", "max_tokens": 16}, **objective) == (
+            "config/parent.yaml + config/config.yaml: runs.tuned: tokens.max_tokens is 16, the model to start from "
+            f"({parent}) has 32; make them equal"
+        )
+        (folder / "token_dictionary_other.pkl").write_bytes(pickle.dumps({}))
+        assert _line(project, parent, **objective) == (
+            f"{start}: expected one token_dictionary*.pkl, got token_dictionary_gc.pkl, token_dictionary_other.pkl; "
+            "copy the one of these weights there"
+        )
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ("vocabulary.tsv", "model.safetensors"):
+        (folder / name).touch()
+    with pytest.raises(DataError, match=r"given: this is a model folder of cellmill already; use it as it is$"):
+        PublishedFolder(kind, folder).files()
 
 
 @pytest.mark.full
@@ -107,6 +137,9 @@ def _check_run(folder: Path, kind: str) -> None:
     assert main(["import", kind, str(folder / published.folder), "--out", str(folder / "by hand" / kind)]) == 0
     by_hand, first = (load_file(path / "model.safetensors") for path in (folder / "by hand" / kind, imported))
     assert all(torch.equal(by_hand[name], tensor) for name, tensor in first.items())
+    config, trained = (json.loads((path / "config.json").read_text()) for path in (imported, run / "model"))
+    assert config["model"] | {"embed_layer": 0} == trained["model"]
+    assert config["tokens"] == trained["tokens"]
     weights = load_file(run / "model" / "model.safetensors")
     moved = {float((weights[name] - first[name]).abs().max()) for name in first if name.startswith("blocks.")}
     assert 0 < max(moved) < 0.1  # from the published weights, not from others
@@ -116,5 +149,9 @@ def _check_run(folder: Path, kind: str) -> None:
     rows = theirs.rows_of(ours.gene_ids)
     assert (rows < 0).sum() == 5
     np.testing.assert_array_equal(ours.medians[rows >= 0], theirs.medians[rows[rows >= 0]])
+    found = ad.read_h5ad(run / "predictions" / "query.h5ad")
+    query = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "query.h5ad")
+    predicted = cellmill.load(run / "model").predict(query)
+    np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"]["tasks"]["probe"]["rows"]
     assert {row["kind"] for row in rows} >= {"model", "baseline"}

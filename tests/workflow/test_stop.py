@@ -47,10 +47,11 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(fi
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == sorted(set(steps))
+    assert steps[-1] == 100
 
 
 @pytest.mark.full
-def test_a_changed_option_is_refused_until_a_restart(project: Project) -> None:
+def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(project: Project) -> None:
     folder = (project.folder / STATUS).parent
     project.ran("--", STATUS)
     change = "train={lr: 5e-4}"
@@ -58,11 +59,16 @@ def test_a_changed_option_is_refused_until_a_restart(project: Project) -> None:
     assert refused.returncode != 0
     assert "(train.lr 0.001 -> 0.0005); change it back, or" in refused.stdout
     assert not list(folder.glob("superseded-*"))
+    unknown = project.snakemake("--config", change, "restart=tny", "--", STATUS)
+    assert "cellmill: restart: no run 'tny'; there are: tiny" in unknown.stdout
     project.ran("--config", change, "restart=tiny", "--", STATUS)
     assert json.loads((folder / "run.json").read_text())["options"]["train"]["lr"] == 5e-4
     assert list(folder.glob("superseded-001/checkpoints/step-*/manifest.json"))
     assert project.jobs("--config", change, "restart=tiny", "--", STATUS) == {}
     assert project.jobs("--config", change, "--", STATUS) == {}
+    longer = project.ran("--config", "train={lr: 5e-4, steps: 16}", "--", STATUS)
+    assert "going on from step 12 of 12, now 16" in longer
+    assert json.loads((project.folder / STATUS).read_text())["step"] == 16
 
 
 def test_a_job_of_a_stage_that_sbatch_refuses_is_named_in_the_last_line(
