@@ -111,5 +111,6 @@ class Shard(Section):
     def problems(self) -> Iterator[str]:
         if self.train_values and self.split_by is None:
             yield "train_values requires split_by, the obs column of these values; set it, or leave them out"
-        if self.val_frac + self.test_frac >= 1:
-            yield f"val_frac + test_frac = {self.val_frac + self.test_frac:g} leaves no cells for training"
+        # beside train_values the others may all be held out
+        if (held_out := self.val_frac + self.test_frac) > 1 or (held_out == 1 and not self.train_values):
+            yield f"val_frac + test_frac = {held_out:g} leaves no cells for training"

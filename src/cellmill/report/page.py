@@ -15,6 +15,7 @@ from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import span
 from cellmill.report import figures
+from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
 from cellmill.report.tables import TaskTable, compare_runs, flat, number, reach
 from cellmill.runs.folder import COLLAPSED
@@ -256,13 +257,18 @@ def render(
         """Labels, or batches, of a UMAP, the most frequent first."""
         return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]
 
+    standing = standings(runs)
+    outcomes = {run.name: Counter[str]() for run in runs}
+    for one in standing:
+        outcomes[one.run].update(one.outcomes)
     return environment.get_template("page.html").render(
         title=title,
         version=__version__,
         runs=runs,
         corpora=corpora,
         sweeps=sweeps,
-        standings=standings(runs),
+        standings=standing,
+        advice={r.name: list(advice(r, outcomes[r.name])) for r in runs},
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},

@@ -70,19 +70,15 @@ def split_by_value(
     if missing := sorted({*train_values} - {*unique}):
         hint = did_you_mean(missing[0], unique.tolist())
         raise DataError(f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}")
-    if train_values:
-        kept = np.isin(unique, [*train_values])[code]
-        if kept.all() and val_frac + test_frac > 0:
-            raise DataError(
-                f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
-                "set shard.val_frac and test_frac to 0"
-            )
-        split = np.zeros(len(values), np.int8)
-        split[~kept] = split_by_value(values[~kept], column, seed, val_frac, test_frac)
-        return split
-    order = sorted(range(len(unique)), key=lambda i: (hash_text(unique[i], seed), unique[i]))
-    n_test, n_val = (max(1, round(frac * len(unique))) if frac > 0 else 0 for frac in (test_frac, val_frac))
-    if n_test + n_val >= len(unique):
+    order = [i for i, value in enumerate(unique) if value not in train_values]
+    order.sort(key=lambda i: (hash_text(unique[i], seed), unique[i]))
+    n_test, n_val = (max(1, round(frac * len(order))) if frac > 0 else 0 for frac in (test_frac, val_frac))
+    if not order and n_test + n_val:
+        raise DataError(
+            f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
+            "set shard.val_frac and test_frac to 0"
+        )
+    if n_test + n_val > len(order) - (not train_values):
         values_text = f"only the value {str(unique[0])!r}" if len(unique) == 1 else f"only {len(unique)} values"
         splits = " and ".join(name for name, n in (("train", 1), ("val", n_val), ("test", n_test)) if n)
         raise DataError(

@@ -1,0 +1,48 @@
+"""What to change for a better model, by rules that measured tables support.
+
+The tables are in docs/objectives.md: "Steps and checkpoint", "Where a trained model is worth it".
+"""
+
+from collections.abc import Iterator, Mapping
+
+from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
+from cellmill.report.collect import ReportedRun
+from cellmill.runs.folder import COLLAPSED
+
+WEAK = ("masked_gene", "masked_value", "next_gene")
+"""Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv)."""
+WIDE, WIDE_LR = 512, 0.0025  # `profile` of this width lost accuracy with a rate above
+
+
+def advice(run: ReportedRun, outcomes: Mapping[str, int]) -> Iterator[str]:
+    """Sentences for a run, the most urgent first, with the option that each is about.
+
+    `outcomes`: how many comparisons with baselines are ahead, level and behind.
+    """
+    options = (run.record or {}).get("options", {})
+    objective, model = options.get("objective", {}).get("name"), options.get("model", {})
+    ranks = [line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None]
+    if ranks and ranks[-1] < COLLAPSED:
+        yield "lower train.lr: the embedding has collapsed to one direction"
+    if objective in WEAK:
+        yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
+    if model.get("family") == "profile" and model["hidden"] >= WIDE and options["train"]["lr"] > WIDE_LR:
+        yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
+    if not run.supervised_by:
+        plan, exported = run.plan or {}, (run.evaluation or {}).get("model", {}).get("step")
+        enough = max(AUTO_EPOCHS * plan.get("steps_per_epoch", 0), AUTO_MIN_STEPS)
+        if (steps := plan.get("steps", enough)) < enough:
+            yield (
+                f"set train.steps: auto, {enough:,} in place of {steps:,}: it added up to 0.04 with few genes, "
+                "and nothing certain on whole cells"
+            )
+        if exported is not None and exported < (last := (run.status or {}).get("step", 0)):
+            yield (
+                f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
+                "embeddings improve for longer than the validation loss"
+            )
+    if any(outcomes.values()) and not outcomes["ahead"]:
+        yield (
+            "take the best baseline: it is as good on these cells and costs less; models were ahead where few genes "
+            "are measured, and at integrating batches without their names"
+        )
