@@ -313,11 +313,11 @@ class TaskResult:
 
 
 class Skipped(Exception):
-    """Raised by a task that does not apply to a dataset: the reason, and single values beside it (`figures`)."""
+    """Raised by a task that does not apply to a dataset: the reason, and single values beside it."""
 
-    def __init__(self, reason: str, figures: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reason: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
-        self.figures = dict(figures or {})
+        self.numbers = dict(numbers or {})
 
 
 def supervised_name(name: str, supervised: str | None) -> str:
@@ -357,7 +357,7 @@ def run_task(task: Task, context: Context) -> TaskResult:
     try:
         result = task.run(context)
     except Skipped as skipped:
-        return TaskResult(figures=skipped.figures, skipped=str(skipped))
+        return TaskResult([], None, [], skipped.numbers, str(skipped))
     return result if context.supervised is None else _named_supervised(result, context.supervised)
 
 
