@@ -1,6 +1,6 @@
-"""What tests of several models check, and refusals in exactly one line."""
+"""What tests of several models check, refusals in exactly one line, and cases for `make test`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,12 @@ def refused(message: str, error: type[Exception] = ConfigError) -> Iterator[None
     with pytest.raises(error) as raised:
         yield
     assert str(raised.value) == message
+
+
+def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
+    """Values or rows of a parametrized test, of which those that are not chosen are only in `make test-all`."""
+    rows = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
+    return [pytest.param(*row, marks=() if is_quick else pytest.mark.full) for row, is_quick in rows]
 
 
 def check_gradients(

@@ -218,12 +218,12 @@ def print_room(room: str, trees: Trees, sizes: dict[str, int]) -> None:
             print(f"    {line}")
 
 
-def main() -> int:
-    """Print the sizes and broken laws; 1 if any is broken."""
+def main(rooms: list[str]) -> int:
+    """Print the sizes, of `rooms` in detail, and broken laws; 1 if any is broken."""
     trees = parse()
     sizes = {name: path.read_text(encoding="utf-8").count("\n") for name, path in modules().items()}
     largest = max(sizes, key=lambda name: sizes[name])
-    for room in sys.argv[1:]:
+    for room in rooms:
         print_room(room, trees, sizes)
     lengths, total = function_lengths(trees), sum(1 for _ in docstrings(trees))
     odd = riddles(trees)
@@ -249,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

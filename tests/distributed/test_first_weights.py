@@ -26,10 +26,10 @@ from cellmill.models.export import initial_tensors, write_tensors
 from cellmill.parallel.materialize import named_tensors
 from cellmill.parallel.mesh import build_mesh
 from cellmill.train.worker import build_model
+from tests.checks import quick
 from tests.distributed.conformance import LAYOUTS, PIPELINES, PP, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 
 def vocabulary_of(numbers: range) -> Vocabulary:

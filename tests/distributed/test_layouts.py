@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional as F
 
 from cellmill.config.parallel import pipeline_tokens
+from tests.checks import quick
 from tests.distributed import cases
 from tests.distributed.conformance import AXES, LAYOUTS, PIPELINES, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 
 @pytest.mark.parametrize("rows", [122, 9, 3])

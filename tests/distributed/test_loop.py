@@ -13,11 +13,11 @@ from cellmill.cli import main
 from cellmill.config.run import AUTO_MIN_STEPS, Train
 from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
+from tests.checks import quick
 from tests.distributed import cases
 from tests.distributed.command import Run
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 PATIENCE = {"early_stop_patience": 2, "best_metric": "effective_rank"}
 LAYOUTS: list[dict[str, Any]] = [{"strategy": "ddp"}, {"pp": 2, "schedule": "ZBV", "tp": 2}]

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import PlannedModel, peak_memory, traffic_of
 from cellmill.train.telemetry import memory_bytes
+from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
 LAYOUTS: dict[str, dict[str, Any]] = {

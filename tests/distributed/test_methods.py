@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from cellmill.errors import ConfigError
+from tests.checks import quick
 from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 STEPS, LAYERS = 4, 4
 LINEAR = ("qkv", "out", "up", "down")

@@ -14,11 +14,11 @@ import torch
 
 from cellmill.runs.folder import TrainFolder
 from cellmill.train import step_guard
+from tests.checks import quick
 from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS, PIPELINES, PP, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
-from tests.tiers import quick
 
 EACH = LAYOUTS | PIPELINES
 

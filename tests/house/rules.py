@@ -4,34 +4,14 @@ import re
 from pathlib import Path
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
-
-
-BRIDGES, ZOO = "bridges.smk", "zoo.smk"
-"""Rules of other packages, which call a script in an environment of its own and no stage."""
-
-
-def rules() -> dict[str, str]:
-    """Body of each rule by name, but for bridges and the zoo."""
-    files = sorted((WORKFLOW / "rules").glob("*.smk"))
-    return _bodies([WORKFLOW / "Snakefile", *(path for path in files if path.name not in (BRIDGES, ZOO))])
-
-
-def bridges() -> dict[str, str]:
-    """Body of each bridge by name."""
-    return _bodies([WORKFLOW / "rules" / BRIDGES])
-
-
-def zoo() -> dict[str, str]:
-    """Body of the rule of presets of evaluate.external by name."""
-    return _bodies([WORKFLOW / "rules" / ZOO])
-
-
-def _bodies(files: list[Path]) -> dict[str, str]:
-    bodies: dict[str, str] = {}
-    for path in files:
-        for match in re.finditer(r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M):
-            bodies[match[1]] = match[2]
-    return bodies
+BY_FILE = {
+    path.name: dict(re.findall(r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M))
+    for path in [WORKFLOW / "Snakefile", *sorted((WORKFLOW / "rules").glob("*.smk"))]
+}
+BRIDGES, ZOO = BY_FILE.pop("bridges.smk"), BY_FILE.pop("zoo.smk")
+"""Bodies of the rules of other packages, which call a script in an environment of its own and no stage, by name."""
+RULES = {name: body for bodies in BY_FILE.values() for name, body in bodies.items()}
+"""Bodies of the others."""
 
 
 def directive(body: str, name: str) -> str:
@@ -42,5 +22,5 @@ def directive(body: str, name: str) -> str:
 
 def outputs() -> list[str]:
     """Every output pattern."""
-    bodies = (rules() | bridges() | zoo()).values()
+    bodies = [*RULES.values(), *BRIDGES.values(), *ZOO.values()]
     return [path for body in bodies for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))]

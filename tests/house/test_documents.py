@@ -19,14 +19,15 @@ from cellmill.arguments import new_parser
 from cellmill.cli import MODULES
 from cellmill.config import load_config
 from cellmill.config import plugin as registry
+from tests.checks import quick
 from tests.house.documents import DOCUMENTS, documentation
-from tests.house.rules import outputs, rules
+from tests.house.rules import RULES, outputs
 from tools.house import LAYERS
 from tools.option_docs import SCHEMA, main
 from tools.rule_graph import draw, read_edges
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
+CONFIGS = [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
 
 
 def lines_of_code(text: str) -> list[str]:
@@ -42,7 +43,7 @@ def documented(program: str) -> list[tuple[str, list[str]]]:
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
         commands += [(name, line) for line in lines_of_code(text) if line.split()[:1] == [program]]
-    for path in EXAMPLES:
+    for path in CONFIGS[1:]:
         text = path.read_text(encoding="utf-8")
         joined = re.sub(r"\\\n#", " ", text)
         commands += [(path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)]
@@ -53,23 +54,7 @@ def test_generated_files_are_up_to_date() -> None:
     assert main(["--root", str(ROOT), "--check"]) == 0
 
 
-def test_a_generated_file_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--root", str(tmp_path)]) == 0
-    (tmp_path / "config" / "README.md").write_text("stale")
-    assert main(["--root", str(tmp_path), "--check"]) == 1
-    message = "out of date: config/README.md; run python tools/option_docs.py\n"
-    assert capsys.readouterr().err == message
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        ROOT / "config" / "config.yaml",
-        EXAMPLES[0],
-        *(pytest.param(path, marks=pytest.mark.full) for path in EXAMPLES[1:]),
-    ],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", quick(CONFIGS, CONFIGS[:2]), ids=lambda path: path.name)
 def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +132,7 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
 def test_every_stage_is_a_rule_a_command_and_a_row_of_the_documentation() -> None:
     text = documentation()
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
-    stages = set(rules()) - {"all", "demo_data"}
+    stages = set(RULES) - {"all", "demo_data"}
     commands = {name for module, names in MODULES.items() if module.startswith("commands") for name in names}
     commands |= {"export", "profiles"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - commands

@@ -14,7 +14,7 @@ from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.config.section import description
 from cellmill.preflight.checks import DECLARED, ON_A_GPU, THREADS_ON_A_GPU
-from tests.house.rules import directive, rules
+from tests.house.rules import RULES, directive
 from tools.shipped_profiles import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,17 +32,10 @@ def keys_of(text: str) -> set[str]:
     """Every key of a profile, including commented ones."""
     profile: dict[str, Any] = yaml.safe_load(text)
     found = set(profile) | set(profile.get("default-resources", {}))
-    found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M)) - set(rules())
+    found |= set(re.findall(r"^ *# ([a-z][a-z_-]+): ", text, re.M)) - set(RULES)
     for resources in profile["set-resources"].values():
         found |= set(resources)
     return found
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_every_key_of_a_profile_is_explained_and_commented(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert keys_of(text) <= keys_in_tables()
-    assert text.count("#") > 8
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
@@ -60,26 +53,24 @@ def test_snakemake_knows_every_key_and_passes_the_machine_as_written(path: Path,
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_no_profile_has_a_setting_known_to_fail(path: Path) -> None:
-    profile = yaml.safe_load(path.read_text(encoding="utf-8"))
+def test_a_profile_is_a_machine_with_explained_keys_and_no_setting_known_to_fail(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert keys_of(text) <= keys_in_tables()
+    assert text.count("#") > 8
+    profile = yaml.safe_load(text)
     assert "software-env" not in profile["rerun-triggers"], "another environment would train everything again"
     assert not (ROOT / "profiles" / "default").exists(), "it would load itself and win over --profile key by key"
     if profile.get("executor") == "slurm":
         assert profile["slurm-status-command"] == "squeue", "sacct is there without accounting too, and never answers"
         assert profile["slurm-logdir"].startswith(".snakemake/"), "the plugin deletes old logs under it"
-        assert len(path.read_text().splitlines()) < 40, "what a rule says, or profiles/README.md, is not said again"
-    for stage, resources in profile["set-resources"].items():
+        assert len(text.splitlines()) < 40, "what a rule says, or profiles/README.md, is not said again"
+    stages = profile["set-resources"]
+    assert set(stages) <= set(RULES)
+    assert set(stages["plan"]) == {"device"}, "plan takes the rest from train"
+    for stage, resources in stages.items():
         assert "gpu" not in resources or resources["tasks_per_gpu"] == 0, f"{stage} would run once per GPU"
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_a_profile_is_a_machine(path: Path) -> None:
-    resources = yaml.safe_load(path.read_text(encoding="utf-8"))["set-resources"]
-    assert set(resources) <= set(rules())
-    machine = check_options(Machine, resources["train"], str(path))
-    assert set(resources["plan"]) == {"device"}, "plan takes the rest from train"
-    if machine.gpus:
-        assert machine.gpus == machine.nproc_per_node
+    machine = check_options(Machine, stages["train"], str(path))
+    assert machine.gpus in (0, machine.nproc_per_node)
 
 
 def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_sites() -> None:
@@ -96,7 +87,7 @@ def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() 
 
 def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
     declared = {}
-    for name, body in rules().items():
+    for name, body in RULES.items():
         if name not in HERE:
             resources = re.findall(r"(mem_mb|runtime)=sized\((\d+)(?:, (\d+))?\)", directive(body, "resources"))
             declared[name] = {key: (int(base), int(per) if per else None) for key, base, per in resources}

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from reported import make_corpus, make_run
 
 from cellmill.config import load_config
@@ -68,28 +67,3 @@ def test_a_benchmark_that_trains_writes_a_configuration_that_is_accepted(
     names = inspect.signature(script.write_runs).parameters
     script.write_runs(**{key: value for key, value in (given | chosen).items() if key in names})
     assert load_config(Path("config/config.yaml")).runs
-
-
-def test_a_ratio_above_its_budget_is_named_with_value_and_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    over_budget = importlib.import_module("budget").over_budget
-    budget = {"embed": 2.0, "stream": 1.0}
-    assert over_budget({"embed": 2.5, "stream": 1.25}, budget) == []
-    [line] = over_budget({"embed": 2.51, "stream": 1.0}, budget)
-    assert line.startswith("embed: 2.51 times the numpy loop, expected at most 2.50")
-    assert "benchmarks/budget.toml" in line
-
-
-def test_the_packed_peer_of_train_step_has_the_logits_of_the_padded_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    train_step = importlib.import_module("train_step")
-    batch = next(train_step.draw_batches(1, longest=64))
-    genes, values, inside, answers = train_step.pad(batch, 0, torch.device("cpu"))
-    padded, packed = train_step.PaddedEncoder(), train_step.PackedEncoder()
-    packed.load_state_dict(padded.state_dict())
-    masked = (answers != train_step.NOT_ASKED)[inside].nonzero().flatten()
-    found = packed(genes[inside], values[inside], batch.lengths, masked)
-    expected = padded(genes, values, inside)[answers != train_step.NOT_ASKED]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -24,7 +24,7 @@ from cellmill.evaluate import embed as module
 from cellmill.evaluate.results import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
-from tests.tiers import quick
+from tests.checks import quick
 from tests.unit.evaluated import embed, preprocessed
 from tests.unit.exported import export_model
 

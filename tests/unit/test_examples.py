@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,54 +45,21 @@ LEARNED = 60  # steps after which a tiny model is sure of some labels
 
 def _runs() -> list[Any]:
     """Every run of every file; of a sweep, the first and the last."""
-    trees = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in FILES}
-    runs = {path: list(tree.get("runs", {})) for path, tree in trees.items()}
-    for path, tree in trees.items():
-        for of_sweep in expand(tree.get("sweep", {}), {})[1].values():
-            runs[path] += [next(iter(of_sweep)), list(of_sweep)[-1]]
-    # in one worker: a run may start from another one
-    quick, full = [pytest.mark.xdist_group("examples")], [pytest.mark.full, pytest.mark.xdist_group("all examples")]
-    return [
-        pytest.param(path, run, id=f"{path.stem}-{run}", marks=quick if path.stem in QUICK else full)
-        for path, names in runs.items()
-        for run in names
-    ]
-
-
-def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Options of a run with few small steps, in one process."""
-    model = options["model"] | {key: value for key, value in SMALLER.items() if options["model"].get(key)}
-    stream = options["stream"] | {"lanes": 2, "block_cells": 8, "window_blocks": 2}
-    changed = {"model": model, "parallel": {}, "stream": stream}
-    if options["finetune"].get("head_steps"):
-        changed["finetune"] = options["finetune"] | {"head_steps": 1, "block_steps": 1}
-    changed["tokens"] = options["tokens"] | {"max_tokens": min(48, options["tokens"]["max_tokens"])}
-    changed["train"] = options["train"] | STEPS | {"steps": steps, "val_every_steps": steps}
-    return options | changed
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of a corpus of cells, of one of the same cells with half of their genes, and of one of sequences."""
-    made = {}
-    for kind, suffix, keep in (("cells", "h5ad", "min_genes: 1"), ("sequences", "fasta", "min_counts: 1")):
-        folder = made[kind] = tmp_path_factory.mktemp(kind)
-        more = "--genes 90 --perturbations 5" if kind == "cells" else ""
-        assert main(f"simulate --out {folder}/raw.{suffix} --cells 120 {more}".split()) == 0
-        if kind == "cells":
-            _with_labels_of_the_demo(folder / "raw.h5ad")
-        config = CONFIG.replace("KEEP", keep)
-        sharded(folder, f"raw.{suffix}", config)
-        if kind == "cells":
-            made["panel"] = folder / "panel"
-            shutil.copytree(folder, made["panel"])
-            sharded(made["panel"], "raw.h5ad", config + "vocabulary: {max_genes: 45}\n")
-    return made
+    found = []
+    for path in FILES:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        names = list(tree.get("runs", {}))
+        for swept in expand(tree.get("sweep", {}), {})[1].values():
+            names += [next(iter(swept)), list(swept)[-1]]
+        # in one worker: a run may start from another one
+        quick = pytest.mark.xdist_group("examples")
+        marks = quick if path.stem in QUICK else [pytest.mark.full, pytest.mark.xdist_group("all examples")]
+        found += [pytest.param(path, run, id=f"{path.stem}-{run}", marks=marks) for run in names]
+    return found
 
 
 CONFIG = """
 corpora: {sim: {table: TABLE}}
-preprocess: {KEEP}
 shard: {val_frac: 0.2}
 tokens: {tokenizer: rank}
 objective: {name: masked_gene}
@@ -100,18 +68,28 @@ train: {steps: 1}
 """
 
 
-def _with_labels_of_the_demo(raw: Path) -> None:
-    adata = ad.read_h5ad(raw)
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folder of a corpus of cells, of one of the same cells with half of their genes, and of one of sequences."""
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in ("cells", "panel", "sequences")}
+    raw = made["cells"] / "raw.h5ad"
+    assert main(f"simulate --out {raw} --cells 120 --genes 90 --perturbations 5".split()) == 0
+    adata = ad.read_h5ad(raw)  # with the labels of the demo
     few = adata.obs["cell_type"].where(np.arange(len(adata)) % 3 == 0)
     adata.obs = adata.obs.assign(bulk_labels=adata.obs["cell_type"], cell_type=few, phase=adata.obs["batch"])
     adata.write_h5ad(raw)
+    shutil.copy(raw, made["panel"])
+    assert main(f"simulate --out {made['sequences']}/raw.fasta --cells 120".split()) == 0
+    sharded(made["cells"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\n")
+    sharded(made["panel"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\nvocabulary: {max_genes: 45}\n")
+    sharded(made["sequences"], "raw.fasta", CONFIG + "preprocess: {min_counts: 1}\n")
+    return made
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Pool]:
-    pool = Pool(1, 1)
-    yield pool
-    pool.close()
+    with closing(Pool(1, 1)) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)
@@ -157,21 +135,27 @@ class Runs:
         corpus, folder = self.corpora[kind], self.folder / path.stem / run
         init_from = None if entry.init_from is None else self.train(path, entry.init_from).model
         steps = STEPS["steps"] if entry.predict.min_accuracy is None else LEARNED
-        tiny = _with_data(_tiny(options, steps), corpus, init_from)
-        given = {"corpus": str(corpus), "options": tiny, "folder": str(folder), "steps": steps}
-        source = None if init_from is None else str(init_from)
-        found = self.process.run("trained", init_from=source, **given)[0]
-        return Trained(folder, corpus, init_from, tiny, dict(found["first"]), found["lines"])
+        # what `train` takes from vocabulary, shards and first weights, which it checks
+        vocabulary, shards = corpus / "vocabulary.tsv", Manifest.read(corpus / "shards" / "manifest.json")
+        tiny = fitted(TrainOptions.model_validate(_tiny(options, steps)), vocabulary, shards)
+        if init_from is not None:
+            check_weights(tiny, init_from)
+            check_genes(tiny, init_from, vocabulary)
+        given = {"corpus": str(corpus), "options": tiny.model_dump(mode="json"), "folder": str(folder), "steps": steps}
+        [found] = self.process.run("trained", init_from=None if init_from is None else str(init_from), **given)
+        return Trained(folder, corpus, init_from, given["options"], dict(found["first"]), found["lines"])
 
 
-def _with_data(options: dict[str, Any], corpus: Path, init_from: Path | None) -> dict[str, Any]:
-    """Options with what `train` takes from vocabulary, shards and first weights, which it checks."""
-    vocabulary, shards = corpus / "vocabulary.tsv", Manifest.read(corpus / "shards" / "manifest.json")
-    parsed = fitted(TrainOptions.model_validate(options), vocabulary, shards)
-    if init_from is not None:
-        check_weights(parsed, init_from)
-        check_genes(parsed, init_from, vocabulary)
-    return parsed.model_dump(mode="json")
+def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Options of a run with few small steps, in one process."""
+    changed = {
+        "model": {key: value for key, value in SMALLER.items() if options["model"].get(key)},
+        "stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2},
+        "finetune": {"head_steps": 1, "block_steps": 1} if options["finetune"].get("head_steps") else {},
+        "tokens": {"max_tokens": min(48, options["tokens"]["max_tokens"])},
+        "train": STEPS | {"steps": steps, "val_every_steps": steps},
+    }
+    return options | {"parallel": {}} | {section: options[section] | keys for section, keys in changed.items()}
 
 
 @pytest.fixture(scope="module")

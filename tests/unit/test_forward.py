@@ -26,8 +26,8 @@ from cellmill.models.build import build
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.size import measure
 from cellmill.train.batch_rows import shares_of
+from tests.checks import quick
 from tests.models import KEYS, initialized, prepare, random_cells, spec
-from tests.tiers import quick
 
 N_GENES = 60
 LEVELS = {"assay": ("a", "b"), "donor": ("x", "y", "z")}

@@ -1,4 +1,4 @@
-"""Sizes of the mesh axes, and the layouts that are refused."""
+"""Sizes of the mesh axes, and the layouts that are refused; test_config.py has those that other options exclude."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import pytest
 from cellmill.config.checks import check_nodes, check_together
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.config.parts.families import EncoderConfig
-from cellmill.config.parts.family import FamilyConfig
 from cellmill.errors import ConfigError
 from cellmill.planner.devices import DEVICES, device_named, known_device, peak_flops
 from tests.checks import refused
@@ -25,14 +24,10 @@ from tests.models import train_options
         ({"sharding_strategy": "HYBRID_SHARD"}, 1, 1, Layout(1, 1)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}, 8, 8, Layout(4, 2)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 32}, 512, 8, Layout(16, 32)),  # whole nodes
-        ({"strategy": "ddp", "tp": 2}, 8, 4, Layout(4, 1, 2)),
         ({"sharding_strategy": "FULL_SHARD", "tp": 8}, 8, 4, Layout(1, 1, 8)),
-        ({"sharding_strategy": "HYBRID_SHARD", "tp": 2}, 16, 8, Layout(2, 4, 2)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 8}, 16, 4, Layout(2, 1, 8)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 2, "shard_size": 2}, 8, 8, Layout(2, 2, 2)),
-        ({"strategy": "ddp", "pp": 4}, 8, 4, Layout(2, 1, 1, 4)),
         ({"sharding_strategy": "FULL_SHARD", "pp": 2}, 8, 4, Layout(1, 4, 1, 2)),
-        ({"sharding_strategy": "HYBRID_SHARD", "pp": 2}, 16, 4, Layout(2, 4, 1, 2)),
         ({"sharding_strategy": "HYBRID_SHARD", "pp": 4}, 8, 4, Layout(1, 2, 1, 4)),
         ({"sharding_strategy": "HYBRID_SHARD", "pp": 2, "tp": 2}, 32, 8, Layout(2, 4, 2, 2)),
     ],
@@ -47,7 +42,6 @@ TWO_GROUPS = "parallel.cpu_offload full requires two data-parallel processes, go
 IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
     ({"shard_size": 4}, 6, 6, "parallel.shard_size 4 does not divide 6 processes; use 3" + OR_PROFILE),
     ({"tp": 3}, 8, 8, "parallel.tp 3 does not divide 8 processes; use 2" + OR_PROFILE),
-    ({"pp": 3}, 8, 8, "parallel.pp 3 does not divide 8 processes; use 2" + OR_PROFILE),
     ({"pp": 2, "tp": 3}, 8, 8, "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE),
     (
         {"pp": 2, "tp": 2, "shard_size": 3},
@@ -57,29 +51,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
     ({"strategy": "ddp", "shard_size": 2}, 4, 4, HYBRID.format("strategy ddp")),
     ({"sharding_strategy": "FULL_SHARD", "shard_size": 2}, 4, 4, HYBRID.format("FULL_SHARD")),
     ({"cpu_offload": "full", "tp": 2, "pp": 2}, 4, 4, TWO_GROUPS),
-]
-STAGES = "parallel.pp {} with schedule {} has {} pipeline stages for model.layers {}, and each needs a block; use {}"
-ALONE = "parallel.{0} requires parallel.{1} > 1; set {1}, or leave {0} out"
-EXCLUDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"heads": 6, "hidden": 48}, {"tp": 4}, "parallel.tp 4 does not divide model.heads 6; use 3"),
-    ({"ffn_hidden": 63}, {"tp": 2}, "parallel.tp 2 does not divide model.ffn_hidden 63; use 1"),
-    ({}, {"sequence_parallel": True}, "parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"),
-    ({"layers": 6}, {"pp": 4, "schedule": "ZBV"}, STAGES.format(4, "ZBV", 8, 6, "pp 3")),
-    ({"layers": 3}, {"pp": 2, "schedule": "DualPipeV"}, STAGES.format(2, "DualPipeV", 4, 3, "1F1B, or pp 1")),
-    ({}, {"schedule": "ZBV"}, ALONE.format("schedule", "pp")),
-    ({}, {"microbatches": 8}, ALONE.format("microbatches", "pp")),
-    (
-        *({}, {"cpu_offload": "full", "strategy": "ddp"}),
-        "parallel.cpu_offload full requires strategy fsdp, got ddp; set fsdp, or cpu_offload to optimizer",
-    ),
-    (
-        *({}, {"compile": True, "activation_checkpointing": "selective"}),
-        "parallel.activation_checkpointing selective has no effect with compile; set it to null or full",
-    ),
-    (
-        *({}, {"compile": True, "pp": 2, "schedule": "ZBV"}),
-        "parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no",
-    ),
 ]
 
 
@@ -91,51 +62,35 @@ def test_an_impossible_product_is_refused_with_the_nearest_possible(
         layout(Parallel.model_validate(options), world, local_world)
 
 
-@pytest.mark.parametrize(("model", "parallel", "message"), EXCLUDED)
-def test_a_layout_that_the_model_or_another_option_excludes_is_refused(
-    model: dict[str, Any], parallel: dict[str, Any], message: str
-) -> None:
-    with refused(message):
-        _check(EncoderConfig.model_validate(model), parallel)
+class Plain(EncoderConfig):
+    """A family that names nothing to cut."""
+
+    def tp_sizes(self) -> dict[str, int]:
+        return {}
+
+    pp_sizes = tp_sizes
 
 
-def test_their_alternatives_are_accepted() -> None:
-    _check(EncoderConfig(), {"cpu_offload": "optimizer", "strategy": "ddp"})
+def test_a_layout_is_checked_against_what_the_family_can_cut() -> None:
     assert layout(Parallel.model_validate({"cpu_offload": "full", "tp": 2}), 4, 4).dp == 2
-    other = {"activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
-    _check(EncoderConfig(), other | {"compile": True})
-
-
-def test_a_family_that_names_nothing_to_cut_is_refused_with_tensor_and_pipeline_parallelism() -> None:
-    class Plain(EncoderConfig):
-        def tp_sizes(self) -> dict[str, int]:
-            return FamilyConfig.tp_sizes(self)
-
-        def pp_sizes(self) -> dict[str, int]:
-            return FamilyConfig.pp_sizes(self)
-
-    _check(Plain(), {})
+    compiled = {"compile": True, "activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
+    for parallel in ({"cpu_offload": "optimizer", "strategy": "ddp"}, compiled):
+        check_together(train_options(model=EncoderConfig(), parallel=parallel))
+    check_together(train_options(model=Plain()))
     with refused("parallel.pp 2: family encoder does not support pipelines; set pp to 1"):
-        _check(Plain(), {"pp": 2})
+        check_together(train_options(model=Plain(), parallel={"pp": 2}))
     with refused("parallel.tp 2: family encoder does not support tensor parallelism; set tp to 1"):
-        _check(Plain(), {"tp": 2})
+        check_together(train_options(model=Plain(), parallel={"tp": 2}))
 
 
-def _check(model: FamilyConfig, parallel: dict[str, Any]) -> None:
-    check_together(train_options(model=model, parallel=parallel))
+LANES = "stream.lanes 8 is not a multiple of"
 
 
 @pytest.mark.parametrize(
     ("batch", "processes", "message"),
     [
-        (48, 6, "stream.lanes 8 is not a multiple of 6 processes; set 4 in the profile, or stream.lanes 6"),
-        (
-            32,
-            3,
-            "stream.lanes 8 is not a multiple of 3 processes; set 2 in the profile, or stream.lanes 3 "
-            "with train.global_batch 33",
-        ),
-        (30, 1, "train.global_batch: expected a multiple of stream.lanes 8, got 30; set 32"),
+        (48, 6, f"{LANES} 6 processes; set 4 in the profile, or stream.lanes 6"),
+        (32, 3, f"{LANES} 3 processes; set 2 in the profile, or stream.lanes 3 with train.global_batch 33"),
     ],
 )
 def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(batch: int, processes: int, message: str) -> None:
@@ -145,10 +100,8 @@ def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(batch: int, pr
 
 def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
     options, more = (train_options(train={"steps": 1, "global_batch": 96}, stream={"lanes": n}) for n in (8, 24))
-    with refused(
-        "stream.lanes 8 is not a multiple of 4 and of 6 and of 8, the numbers of data-parallel processes on 2 to 4 "
-        "nodes; set stream.lanes 24"
-    ):
+    data_parallel = "4 and of 6 and of 8, the numbers of data-parallel processes on 2 to 4 nodes"
+    with refused(f"{LANES} {data_parallel}; set stream.lanes 24"):
         check_nodes(options, range(2, 5), 2)
     check_nodes(more, range(2, 5), 2)
     with pytest.raises(ConfigError, match=r"; set stream.lanes 120 with train.global_batch 120$"):

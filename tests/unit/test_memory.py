@@ -20,8 +20,8 @@ from cellmill.parallel.mesh import stages_of
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.memory import Memory, PlannedModel, host_bytes, idle_frac, kept_micro_batches, peak_memory
 from cellmill.planner.size import measure
+from tests.checks import quick
 from tests.models import spec
-from tests.tiers import quick
 
 TOKENS = Tokens.model_validate({"max_tokens": 512})
 SPEC = spec(2000, TOKENS, hidden=64, layers=6, heads=4, objective="masked_gene")

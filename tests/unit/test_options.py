@@ -1,10 +1,12 @@
 """Every option has an effect: changing it changes a corpus, a plan or the numbers of a training.
 
-A new option needs an entry here: another value in CORPUS, PLAN or TRAIN, or in ELSEWHERE the test that sees its effect.
+A new option needs another value here, in CORPUS, PLAN or TRAIN, or a test elsewhere that sets it and sees its effect.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from cellmill.files import sha256_file
 from cellmill.stages import plan
 from tests.distributed.pool import Pool
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 BASE = """
 preprocess: {min_genes: 5, min_cells: 1}
 shard: {cells_per_shard: 100, val_frac: 0.2, test_frac: 0.2}
@@ -61,80 +63,6 @@ train: {optimizer: muon, lr: 0.01, schedule: constant, decay_frac: 0.5, warmup_s
   weight_decay: 3, beta1: 0.5, beta2: 0.5, clip_norm: 0.001, seed: 1, val_every_steps: 2, val_cells: 8,
   checkpoint_every_steps: 2, checkpoint_every_min: 1.0e-9, log_every_steps: 2}
 """)
-ELSEWHERE = {
-    "distributed/conformance.py": (
-        "objective.loss objective.huber_delta objective.number_hidden objective.number_dropout "
-        "objective.head_hidden objective.head_dropout"
-    ),
-    "unit/test_knock_out.py": (
-        "knock_out.genes knock_out.cells knock_out.min_cells knock_out.null_genes knock_out.seed"
-    ),
-    "distributed/test_step_guard.py": "train.max_bad_steps",
-    "distributed/test_branches.py": "train.keep_steps",
-    "distributed/test_layouts.py": "parallel.compile",
-    "distributed/test_loop.py": "train.best_metric train.profile_steps consolidate.checkpoint",
-    "distributed/test_first_weights.py": "finetune.new_genes",
-    "distributed/test_methods.py": (
-        "finetune.trunk_lr_frac finetune.layer_decay finetune.head_steps finetune.block_steps "
-        "finetune.last_blocks finetune.rank finetune.alpha finetune.targets"
-    ),
-    "distributed/test_predictions.py": (
-        "objective.target_column objective.target_mean objective.target_std predict.min_probability "
-        "predict.min_accuracy"
-    ),
-    "distributed/test_train_command.py": "stream.stage_to stream.stage_limit_gb train.timeout_s",
-    "unit/test_autoregressive.py": "objective.value_loss_weight",
-    "unit/test_cell_decoding.py": (
-        "objective.batch_column objective.batch_adversary objective.batch_adversary_scale "
-        "objective.weights objective.decoder_hidden objective.likelihood "
-        "model.latent objective.decoder_layers objective.max_asked objective.undetected_ratio"
-    ),
-    "unit/test_labels.py": "objective.adversarial_scale objective.class_weights",
-    "unit/test_config.py": "model.family evaluate.datasets corpora.table corpora.datasets runs.corpus",
-    "unit/test_cell_encoder.py": (
-        "tokens.covariates tokens.covariate_unknown_frac model.activation model.norm_eps model.ends model.cls_value"
-    ),
-    "unit/test_validation.py": "train.best_mode train.early_stop_patience train.early_stop_min_delta",
-    "unit/test_distill.py": "objective.teacher objective.vectors",
-    "unit/test_embed.py": "embed.token_budget embed.min_coverage_frac embed.min_expressed_frac",
-    "unit/test_evaluate_stage.py": "evaluate.cells evaluate.folds evaluate.tasks evaluate.seed",
-    "unit/test_external.py": "evaluate.external",
-    "unit/test_gate.py": "evaluate.gate",
-    "unit/test_gene_vectors.py": "model.gene_vectors model.gene_vector_dim model.train_gene_vectors",
-    "unit/test_hf.py": "model.path model.revision model.weights model.architecture model.residue_ids",
-    "unit/test_published.py": "model.pooling model.embed_layer",
-    "unit/test_masked_model.py": "objective.random_frac objective.keep_frac objective.renormalize",
-    "unit/test_export.py": "finetune.min_known_frac",
-    "unit/test_genes.py": "preprocess.organism_column preprocess.reference_organism preprocess.orthologs",
-    "unit/test_perturbation_response.py": "objective.perturbation_column objective.control objective.perturbed_genes",
-    "unit/test_plan.py": "train.steps train.epochs",
-    "unit/test_precision.py": "parallel.tf32 embed.precision evaluate.precision",
-    "unit/test_preprocess.py": "preprocess.organism preprocess.min_coverage_frac preprocess.row_block",
-    "unit/test_repeats.py": (
-        "stream.weight_by stream.labelled_frac stream.weight_exponent stream.max_repeats stream.weight_warmup_steps "
-        "stream.weight_start_exponent"
-    ),
-    "unit/test_report.py": "report.title",
-    "unit/test_shard_parts.py": "preprocess.compression shard.duplicates shard.jobs",
-    "unit/test_shards.py": "shard.train_values",
-    "unit/test_size.py": "model.size",
-    "unit/small_corpus.py": "stream.io_threads",
-    "unit/test_sum.py": "objective.parts",
-    "unit/test_supervised_contrastive.py": "objective.label_column objective.temperature",
-    "unit/test_vocabulary.py": "vocabulary.genes vocabulary.protein_coding vocabulary.medians",
-    "unit/test_tokens.py": (
-        "tokens.bins tokens.binning tokens.max_value tokens.edges tokens.truncation tokens.zero_frac"
-    ),
-    "unit/test_trackers.py": "track.to track.observers",
-    "unit/test_train_folder.py": "train.keep_checkpoints",
-    "unit/test_views.py": (
-        "objective.view objective.min_hidden_frac objective.max_hidden_frac objective.target "
-        "objective.view_loss objective.invariance_weight objective.variance_weight objective.covariance_weight"
-    ),
-    "workflow/test_line.py": "runs.trunk runs.evaluate_steps runs.trunk_step runs.init_from runs.machine",
-    "workflow/test_plugins.py": "finetune.method evaluate.classifiers",
-}
-"""Options by the file below tests/ whose tests change them."""
 
 
 def cases(changes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -147,18 +75,17 @@ def options_of(section: type[Any]) -> set[str]:
     return {name for model in models for name in model.model_fields}
 
 
-def test_every_option_has_an_entry() -> None:
+def test_every_option_is_set_by_a_test() -> None:
     sections = {name: options_of(section) for name, section in top_level().items() if section is not None}
     for name, owner in ENTRIES.items():
         sections[name] = set(owner.model_fields) - set(sections_of(owner))
-    every = {f"{section}.{option}" for section, options in sections.items() for option in options}
-    changed = {".".join(case) for changes in (CORPUS, PLAN, TRAIN) for case in cases(changes)}
-    elsewhere = {option: file for file, options in ELSEWHERE.items() for option in options.split()}
-    assert every - changed - elsewhere.keys() == set(), "options without an entry"
-    assert {*changed, *elsewhere} - every == set(), "entries without an option"
-    for option, file in elsewhere.items():
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert option.split(".")[1] in text, f"{file} changes no {option}"
+    every = {(section, option) for section, options in sections.items() for option in options}
+    here = {case for changes in (CORPUS, PLAN, TRAIN) for case in cases(changes)}
+    assert here - every == set(), "values of options that do not exist"
+    files = {*TESTS.rglob("*.py")} - {Path(__file__).resolve(), TESTS / "golden.py"}
+    elsewhere = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    unset = {case for case in every - here if not re.search(rf"\b{case[1]}\b[\"']?\s*[:=]", elsewhere)}
+    assert unset == set(), "options that no test sets"
 
 
 def with_option(changes: dict[str, dict[str, Any]], section: str, option: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -213,14 +140,10 @@ def test_the_option_changes_the_corpus(
     assert made.items() - before.items()
 
 
-def run_options(model: Any, tree: dict[str, Any]) -> Any:
-    """Options of a stage as `snakemake` hands them to it."""
-    return model.model_validate({name: tree.get(name, {}) for name in model.model_fields})
-
-
 def planned(tree: dict[str, Any], manifest: Path, out: Path) -> dict[str, Any]:
     machine = Machine(nodes="2", nproc_per_node=2, launcher="slurm")
-    plan.plan(options=run_options(PlanOptions, tree), manifest=manifest, out=out, machine=machine, device="h100")
+    options = PlanOptions.model_validate({name: tree.get(name, {}) for name in PlanOptions.model_fields})
+    plan.plan(options=options, manifest=manifest, out=out, machine=machine, device="h100")
     return json.loads(out.read_text())
 
 
@@ -244,9 +167,8 @@ def test_the_option_changes_the_plan(
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Pool]:
-    pool = Pool(1, 1)
-    yield pool
-    pool.close()
+    with closing(Pool(1, 1)) as pool:
+        yield pool
 
 
 Train = Callable[[dict[str, Any], Path], tuple[list[Any], list[str]]]
