@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config import plugin
-from cellmill.config.corpus import INPUTS
 from cellmill.config.datasets import ObsColumns, input_path
 from cellmill.config.machine import Machine
 from cellmill.config.options import OPTIONS
@@ -99,7 +97,7 @@ MANIFEST = "manifest.json of the shards"
 MODEL = "folder of an exported model"
 VOCABULARY = "vocabulary.tsv of the corpus"
 PUBLISHED = "folder of the published files"
-FORMATS = f"{', '.join((*INPUTS, *plugin.names('input')))}, or a URL"
+FORMATS = "a file or folder in a format of docs/data.md, or a URL"
 CONFIGURATION = value("--config", CONFIG, "configuration")
 SECTIONS = option("--options", "sections of the stage as JSON, or a file of it, instead of --config")
 CELLS = some("--cells", "preprocessed .h5ad files")

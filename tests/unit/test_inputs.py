@@ -25,9 +25,8 @@ import scipy.sparse as sp
 import zarr
 
 from cellmill.config import plugin
-from cellmill.config.corpus import INPUTS
 from cellmill.data.genes.names import is_expression
-from cellmill.data.inputs import formats, matrices, mtx
+from cellmill.data.inputs import matrices, mtx
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.source import DeclaredNames
 from cellmill.errors import ConfigError, DataError
@@ -223,10 +222,6 @@ def test_a_package_adds_a_format(counts: sp.csr_matrix, tmp_path: Path, monkeypa
     points["broken"] = "json:loads"
     with pytest.raises(ConfigError, match=r"^input 'broken' is not a cellmill.data.inputs.source.Format; repair or"):
         read(tmp_path / "cells.tsv")
-
-
-def test_the_help_names_every_format() -> None:
-    assert {form.name for form in formats.FORMATS} == {*INPUTS, "token dataset of Geneformer", "scModelForge"}
 
 
 def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:

@@ -11,11 +11,6 @@ from cellmill.config.section import Section
 SPLITS = ("train", "val", "test")
 
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
-INPUTS = (
-    *(".h5ad", ".zarr", "10x .h5", ".loom", "folder with matrix.mtx", "SOMA experiment"),
-    f"FASTA of proteins ({', '.join(FASTA)}, also .gz)",
-)
-"""Input formats as help texts list them: names of rows in `data/inputs/formats.py`."""
 NOT_WILDCARD = r"^[^{}<>\r\n]+$"
 """Pattern of a path that Snakemake takes as it is: it reads braces and angles in an input as wildcards."""
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
@@ -72,11 +67,9 @@ class VocabularyConfig(Section):
     """Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of the corpus, by
     this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`)."""
     quantiles: bool = False
-    """Store the quantiles of all values of the corpus, per mille, for runs with tokens.binning quantile_corpus. They
-    are within 0.5 % of the exact counts per 10,000."""
+    """Store the per-mille quantiles of the corpus's values, within 0.5 %, for tokens.binning quantile_corpus."""
     variability: bool = False
-    """Store the order of the genes by their variability over the corpus, for runs with tokens.truncation variable: by
-    flavor seurat_v3 if that is `select`, else by seurat."""
+    """Store the order of the genes by variability (as `select`, else seurat), for tokens.truncation variable."""
     genes: str | None = None
     """File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all."""
     medians: str | None = Field(None, pattern=NOT_WILDCARD)
@@ -94,11 +87,9 @@ class Shard(Section):
 
     cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
     split_by: str | None = None
-    """obs column, such as donor, or `dataset`, to split by: cells of one value stay together; null splits by a hash of
-    a cell's counts, so identical cells stay together."""
+    """obs column, or `dataset`, whose values stay together, such as donor; null keeps cells of the same counts so."""
     train_values: list[str] = Field([])
-    """Values of split_by whose cells all go to training, such as the control if whole perturbations are held out; the
-    fractions apply to the other values."""
+    """Values of split_by for training alone, such as the control; the fractions apply to the other values."""
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")

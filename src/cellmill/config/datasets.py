@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
-from cellmill.config.corpus import INPUTS, NOT_WILDCARD, RESERVED, ROLES, Preprocess
+from cellmill.config.corpus import NOT_WILDCARD, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain, shown
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
@@ -56,8 +56,7 @@ class ObsColumns(Section):
     perturbation: str | None = None
     """obs column of the perturbation; preprocessed cells have it as `perturbation`."""
     control: str | None = None
-    """Value of the perturbation column (of the condition column if the dataset has no perturbations) that marks
-    untreated cells: `is_control` of preprocessed cells."""
+    """Value of untreated cells in the perturbation column, or else the condition column: `is_control` afterwards."""
     dose: str | None = Field(None, description="obs column of a dose, a number; preprocessed cells have it as `dose`.")
 
     def problems(self) -> Iterator[str]:
@@ -155,11 +154,9 @@ class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
     dataset: str = Field(description="Name, used in file names.")
-    path: str = Field(
-        pattern=NOT_WILDCARD,
-        description=f"Input: {', '.join(INPUTS)}; a path, absolute or relative to Snakemake's working directory, or a "
-        "URL; without braces and < >.",
-    )
+    path: str = Field(pattern=NOT_WILDCARD)
+    """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working directory, or a URL;
+    without braces and < >."""
     counts: str = "X"
     """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file."""
     round_counts: bool = Field(False, description="Round fractional counts, as of RSEM and SoupX, to whole numbers.")

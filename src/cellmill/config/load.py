@@ -5,7 +5,7 @@ added with a default needs no translation, because validation fills it in. A run
 the model that it starts from, and some options must equal the model's. Torch-free.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -122,15 +122,18 @@ def unequal_options(before: Mapping[str, Any], now: Mapping[str, Any], parent: P
     model, new_model = (FamilyConfig.model_validate(sections["model"]) for sections in (before, now))
     tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
     bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
-    compared: list[tuple[str, Section, Section, str]] = [
-        (f"model.{key}", model, new_model, key) for key in ("family", *new_model.weight_keys)
-    ]
-    compared += [(f"tokens.{key}", tokens, new_tokens, key) for key in ("tokenizer", *bins, *model.token_keys)]
-    return {
-        option: f"{option} is {new!r}, the model to start from ({parent}) has {old!r}; make them equal"
-        for option, theirs, ours, key in compared
-        if (old := getattr(theirs, key, None)) != (new := getattr(ours, key, None))
-    }
+    compared: tuple[tuple[str, Section, Section, tuple[str, ...]], ...] = (
+        ("model", model, new_model, ("family", *new_model.weight_keys)),
+        ("tokens", tokens, new_tokens, ("tokenizer", *bins, *model.token_keys)),
+    )
+    unequal = {}
+    for section, theirs, ours, keys in compared:
+        for key in keys:
+            old, new = getattr(theirs, key, None), getattr(ours, key, None)
+            if old != new:
+                had = f"the model to start from ({parent}) has {old!r}"
+                unequal[f"{section}.{key}"] = f"{section}.{key} is {new!r}, {had}; make them equal"
+    return unequal
 
 
 def load_config(path: Path) -> Workflow:
@@ -204,30 +207,30 @@ def with_defaults(tree: Any) -> Tree:
         raise ConfigError(unknown_key(wrong[0], known))
     merged: Tree = {name: value for name, value in tree.items() if name in Workflow.model_fields}
     merged |= {name: _mapping(tree.get(name), name) for name in sections_of(Workflow)}
+    entries = {kind: _entries(kind, tree.get(kind)) for kind in ENTRIES}
     for kind, owner in ENTRIES.items():
-        given = tree.get(kind)
-        if not isinstance(given, dict) or not given:
-            raise ConfigError(f"{kind}: expected a mapping with at least one name, got {given!r}")
-        _check_names(kind, given)
-        entries = {name: _mapping(own, f"{kind}.{name}") for name, own in given.items()}
-        merged[kind] = {name: dict(own) for name, own in entries.items()}
+        merged[kind] = {name: dict(own) for name, own in entries[kind].items()}
         for section, options in sections_of(owner).items():
             defaults = _mapping(tree.get(section), section)
-            for name, own in entries.items():
+            for name, own in entries[kind].items():
                 if isinstance(own.get(section), dict | None):
                     merged[kind][name][section] = options.override(defaults, own.get(section) or {})
-    merged["runs"] = with_parents(merged["runs"], {name: _mapping(own, name) for name, own in tree["runs"].items()})
+    merged["runs"] = with_parents(merged["runs"], entries["runs"])
     return merged
 
 
-def _check_names(kind: str, names: Iterable[Any]) -> None:
-    for name in names:
+def _entries(kind: str, given: Any) -> dict[str, Tree]:
+    """Corpora or runs as they are written, by names that paths can have."""
+    if not isinstance(given, dict) or not given:
+        raise ConfigError(f"{kind}: expected a mapping with at least one name, got {given!r}")
+    for name in given:
         try:
             check_name(name)
         except ValueError as error:
             raise ConfigError(f"{kind}: {error}") from None
         if name.endswith(".h5ad"):
             raise ConfigError(f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad")
+    return {name: _mapping(own, f"{kind}.{name}") for name, own in given.items()}
 
 
 def _mapping(value: Any, where: str) -> Tree:

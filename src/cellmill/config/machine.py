@@ -50,8 +50,7 @@ class Machine(Section):
     """The processes of a training, and where they run."""
 
     launcher: Literal["local", "slurm", "allocation"] = "local"
-    """local: processes on this machine; slurm: submitted jobs; allocation: processes in the salloc or sbatch job that
-    cellmill runs in."""
+    """local: processes on this machine; slurm: submitted jobs; allocation: in the job that cellmill runs in."""
     nodes: Text = "1"
     """Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."""
     nproc_per_node: int = Field(1, ge=1, description="Processes per node: one per GPU.")
@@ -79,8 +78,7 @@ class Machine(Section):
     save_within_s: int = Field(120, ge=1)
     """Seconds before the time limit at which the training saves and ends."""
     max_restarts: int = Field(2, ge=0)
-    """Restarts per job, from the last checkpoint, after a process was lost; none if the previous start resumed from the
-    same step."""
+    """Restarts per job after a process was lost, each from a newer checkpoint than the previous start."""
     max_jobs: int = Field(100, ge=1, description="Maximum number of jobs of a training.")
     poll_s: float = Field(10.0, gt=0, description="Seconds between two queries of the queue.")
     on_interrupt: Literal["cancel", "detach"] = "cancel"

@@ -21,9 +21,8 @@ class Stream(Section):
     block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
     window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
     equal_steps: bool = False
-    """Spread the cells of an epoch evenly over its steps, whose sizes then differ by at most one cell. Otherwise the
-    last step of an epoch has the remaining cells, which may be a handful. The number of steps is the same. Recommended
-    for new runs; off reproduces earlier runs."""
+    """Spread the cells of an epoch evenly over its steps, whose number stays. Otherwise the last step has the remaining
+    cells, which may be a handful. Recommended for new runs; off reproduces earlier runs."""
     train_frac: float = Field(1.0, gt=0, le=1)
     """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller fraction is a subset
     of a larger one, and the validation and test cells are always the same."""
@@ -40,8 +39,7 @@ class Stream(Section):
     """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; with labelled_frac
     as a multiple of the mean over all cells with a value."""
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the weights change linearly from weight_start_exponent to weight_exponent; each epoch uses the
-    weights of its first step. 0 starts with the latter."""
+    """Steps from weight_start_exponent to weight_exponent, linearly; each epoch has the weights of its first step."""
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
     """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values equally."""
     io_threads: int = Field(4, ge=1)
@@ -133,8 +131,7 @@ class Train(Section):
     objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART."""
     best_mode: Literal["min", "max"] = Field("min", description="Whether a smaller or a larger best_metric is better.")
     early_stop_patience: int | None = Field(None, ge=1)
-    """Number of consecutive validations without an improvement of best_metric after which the run ends; if it is raised
-    later, the run continues. null trains to the last step."""
+    """Validations in a row without a better best_metric after which the run ends, and, if raised, continues."""
     early_stop_min_delta: float = Field(0.0, ge=0)
     """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
@@ -145,8 +142,7 @@ class Train(Section):
     say, such as those from which other runs branch (trunk_step)."""
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(None, min_length=2, max_length=2)
-    """First and last optimizer step (from 1) to profile: a torch profiler trace, and on a GPU a memory snapshot, in
-    train/profile/ of the run; null profiles none."""
+    """First and last step (from 1) of a torch profiler trace, with a GPU's memory, in train/profile/ of the run."""
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +187,7 @@ class Embed(Section):
     """Minimum fraction of a dataset's counts in genes of the model's vocabulary."""
     # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
     min_expressed_frac: float = Field(0.01, ge=0, le=1)
-    """Minimum fraction of the model's genes that a dataset measures, weighted by how many training cells express them.
-    Below one half there is a warning."""
+    """Minimum fraction of the model's genes, weighted by their training cells, in a dataset; below .5 it warns."""
 
 
 class Predict(Section):

@@ -175,11 +175,9 @@ class Workflow(Section):
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
     sweep: dict[str, Sweep] = Field({})
-    """Sweeps by name: a grid of runs over values of some options. Run names contain these values. `snakemake
-    results/sweeps/NAME/results.csv` makes all runs of one."""
+    """Grids of runs over values of some options, by name; `snakemake results/sweeps/NAME/results.csv` makes one."""
     private: bool = False
-    """Make everything the workflow writes readable only by its user (umask 077); existing files stay as they are. Off:
-    the umask of the shell. Changing it reruns nothing."""
+    """Make new files readable only by their user (umask 077). Off: the shell's umask. Changing it reruns nothing."""
     bridges: dict[str, str] = Field({})
     """Python of an environment that has the package, by package, for use without conda (`--sdm conda`), for
     `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or

@@ -1,7 +1,7 @@
 """Options of all toys. Torch-free: `snakemake -n` imports this module and no other of the package."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,11 +16,10 @@ from cellmill.config.parts.trackers import ObserverConfig, TrackerConfig
 class ToyFamily(FamilyConfig):
     """A causal transformer with rotary positions."""
 
-    implementation: ClassVar[str] = "cellmill_toy.family:ToyModel"
-    objectives: ClassVar[tuple[str, ...]] = ("toy_next_gene",)
-    value_kinds: ClassVar[tuple[str, ...]] = ("none",)
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads")
-
+    implementation = "cellmill_toy.family:ToyModel"
+    objectives = ("toy_next_gene",)
+    value_kinds = ("none",)
+    weight_keys = ("family", "hidden", "layers", "heads")
     family: Literal["toy"] = "toy"
     hidden: int = Field(16, ge=4, description="Width of the residual stream.")
     layers: int = Field(2, ge=1, description="Transformer blocks.")
@@ -42,8 +41,7 @@ class ToyFamily(FamilyConfig):
 class ToyNextGene(ObjectiveConfig):
     """Predict the next gene of the cell."""
 
-    implementation: ClassVar[str] = "cellmill_toy.objective:NextGene"
-
+    implementation = "cellmill_toy.objective:NextGene"
     name: Literal["toy_next_gene"] = "toy_next_gene"
     skip: int = Field(0, ge=0, description="Tokens at the start of a cell after which nothing is predicted.")
 
@@ -51,17 +49,15 @@ class ToyNextGene(ObjectiveConfig):
 class ToyGenes(Tokens):
     """Genes in rank order, without values."""
 
-    implementation: ClassVar[str] = "cellmill_toy.tokenizer:GenesOnly"
-    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "none"
-
+    implementation = "cellmill_toy.tokenizer:GenesOnly"
+    value_kind = "none"
     tokenizer: Literal["toy_genes"] = "toy_genes"
 
 
 class ToyAdapter(MethodConfig):
     """Train low-rank adapters of the attention's linear layers and nothing else."""
 
-    implementation: ClassVar[str] = "cellmill_toy.method:LowRank"
-
+    implementation = "cellmill_toy.method:LowRank"
     method: Literal["toy_adapter"] = "toy_adapter"
     rank: int = Field(2, ge=1, description="Rank of the adapters.")
 
@@ -69,9 +65,8 @@ class ToyAdapter(MethodConfig):
 class ToyMomentum(OptimizerConfig):
     """Gradient descent with momentum."""
 
-    implementation: ClassVar[str] = "cellmill_toy.optimizer:Momentum"
-    state_names: ClassVar[tuple[str, ...]] = ("momentum",)
-
+    implementation = "cellmill_toy.optimizer:Momentum"
+    state_names = ("momentum",)
     name: Literal["toy_momentum"] = "toy_momentum"
     decay: float = Field(0.9, ge=0, lt=1, description="Decay per step of the moving average of gradients.")
 
@@ -79,8 +74,7 @@ class ToyMomentum(OptimizerConfig):
 class ToyFile(TrackerConfig):
     """Write what a tracker is told to a file."""
 
-    implementation: ClassVar[str] = "cellmill_toy.tracker:File"
-
+    implementation = "cellmill_toy.tracker:File"
     name: Literal["toy_file"] = "toy_file"
     path: str = Field(description="File to append to.")
 
@@ -88,8 +82,7 @@ class ToyFile(TrackerConfig):
 class ToySteps(ObserverConfig):
     """Write what an observer sees to a file."""
 
-    implementation: ClassVar[str] = "cellmill_toy.observer:Steps"
-
+    implementation = "cellmill_toy.observer:Steps"
     name: Literal["toy_steps"] = "toy_steps"
     path: str = Field(description="File to append to.")
 
@@ -97,7 +90,6 @@ class ToySteps(ObserverConfig):
 class ToyNorm(TaskConfig):
     """Length of the embeddings."""
 
-    implementation: ClassVar[str] = "cellmill_toy.task:Norm"
-
+    implementation = "cellmill_toy.task:Norm"
     name: Literal["toy_norm"] = "toy_norm"
     power: float = Field(2.0, gt=0, description="Order of the norm.")

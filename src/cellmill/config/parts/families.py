@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,19 +28,17 @@ from cellmill.errors import DataError
 class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     """A pre-norm transformer encoder whose tokens attend to all tokens of their cell."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.encoder:EncoderModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = (
+    implementation = "cellmill.models.families.encoder:EncoderModel"
+    value_kinds = ("class", "scalar", "place")
+    objectives = (
         *("cell_decoding", "denoise", "query_decoding"),
         *("masked_value", "masked_gene", "supervised_contrastive"),
     )
-    covariates: ClassVar[bool] = True
-
+    covariates = True
     family: Literal["encoder"] = "encoder"
     pooling: Literal["mean", "cls", "attention"] = "mean"
-    """Cell embedding: mean of its tokens' states (mean), the state of a learned token before them (cls), or their mean
-    weighted by a learned query (attention). Only mean works with objectives that do not read the embedding, such as
-    masked_gene with cell_loss_weight 0."""
+    """Cell embedding: mean of its tokens' states, the state of a learned token before them (cls), or their mean
+    weighted by a learned query (attention). Objectives that do not read the embedding require mean."""
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.pooling != "mean" and tokens.covariates:
@@ -50,13 +48,11 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
 
 
 class AutoregressiveConfig(TransformerConfig):
-    """A pre-norm transformer whose tokens, in rank order, attend to earlier tokens of their cell. For generating cells;
-    nothing shows that its embeddings are better."""
+    """A pre-norm transformer whose tokens, in rank order, attend to earlier ones of their cell, to generate cells."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.autoregressive:AutoregressiveModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("none", "class", "scalar", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("next_gene",)
-
+    implementation = "cellmill.models.families.autoregressive:AutoregressiveModel"
+    value_kinds = ("none", "class", "scalar", "place")
+    objectives = ("next_gene",)
     family: Literal["autoregressive"] = "autoregressive"
     layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
     pooling: Literal["mean", "last"] = "mean"
@@ -64,13 +60,11 @@ class AutoregressiveConfig(TransformerConfig):
 
 
 class BertFamilyConfig(PostNormConfig):
-    """BERT over genes in rank order, as in Geneformer: gene and position embeddings, a norm, post-norm blocks. The
-    command import converts Geneformer's weights to one."""
+    """BERT over genes in rank order, as Geneformer, whose weights `import` converts: embeddings, post-norm blocks."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.post_norm:BertModel"
-    token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)  # rows of the embedding of places
-    value_kinds: ClassVar[tuple[str, ...]] = ("place",)
-
+    implementation = "cellmill.models.families.post_norm:BertModel"
+    token_keys = ("max_tokens",)  # rows of the embedding of places
+    value_kinds = ("place",)
     family: Literal["bert"] = "bert"
 
 
@@ -78,9 +72,8 @@ class ScgptConfig(PostNormConfig):
     """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the cell embedding is
     normalised to length 1. The command import converts scGPT's weights to one."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.post_norm:ScgptModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("class",)
-
+    implementation = "cellmill.models.families.post_norm:ScgptModel"
+    value_kinds = ("class",)
     family: Literal["scgpt"] = "scgpt"
     cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
 
@@ -88,12 +81,11 @@ class ScgptConfig(PostNormConfig):
 class ProfileConfig(GeneVectorsConfig, ResidualConfig):
     """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.encoder:ProfileModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("scalar",)
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "ffn_width")
-    sequence_parallel: ClassVar[bool] = False
-
+    implementation = "cellmill.models.families.encoder:ProfileModel"
+    value_kinds = ("scalar",)
+    objectives = ("cell_decoding", "denoise", "query_decoding", "supervised_contrastive")
+    weight_keys = ("family", "hidden", "layers", "ffn_width")
+    sequence_parallel = False
     family: Literal["profile"] = "profile"
     layers: int = Field(2, ge=0, description="Feed-forward blocks.")
 
@@ -119,12 +111,11 @@ class HfConfig(FamilyConfig):
     """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
     micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.hf:HfModel"
-    value_kinds: ClassVar[tuple[str, ...]] = ("none", "place")
-    objectives: ClassVar[tuple[str, ...]] = ("masked_gene", "cell_decoding", "supervised_contrastive")
-    compiles: ClassVar[bool] = False
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "architecture", "residue_ids")
-
+    implementation = "cellmill.models.families.hf:HfModel"
+    value_kinds = ("none", "place")
+    objectives = ("masked_gene", "cell_decoding", "supervised_contrastive")
+    compiles = False
+    weight_keys = ("family", "architecture", "residue_ids")
     family: Literal["hf"] = "hf"
     path: str | None = None
     """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face hub model in
@@ -204,10 +195,9 @@ class AutoencoderConfig(EncoderConfig):
     """A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the cell embedding.
     The objective, query_decoding or cell_decoding, provides the decoder."""
 
-    implementation: ClassVar[str] = "cellmill.models.families.encoder:AutoencoderModel"
-    objectives: ClassVar[tuple[str, ...]] = ("query_decoding", "cell_decoding", "supervised_contrastive")
-    weight_keys: ClassVar[tuple[str, ...]] = (*EncoderConfig.weight_keys, "latent")
-
+    implementation = "cellmill.models.families.encoder:AutoencoderModel"
+    objectives = ("query_decoding", "cell_decoding", "supervised_contrastive")
+    weight_keys = (*EncoderConfig.weight_keys, "latent")
     family: Literal["autoencoder"] = "autoencoder"  # type: ignore[assignment]
     latent: int | None = Field(64, ge=1)
     """Width of the bottleneck, and so of the embedding; null is hidden, without a bottleneck."""

@@ -51,9 +51,9 @@ WEIGHTS_FORMAT = 2
 class FamilyConfig(Plugin):
     """Base of every family's options."""
 
-    kind: ClassVar[str] = "family"
-    key: ClassVar[str] = "family"
-    default: ClassVar[str | None] = "encoder"
+    kind = "family"
+    key = "family"
+    default = "encoder"
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
@@ -101,7 +101,7 @@ class ResidualConfig(FamilyConfig):
 class TransformerConfig(ResidualConfig):
     """Architecture of a stack of transformer blocks."""
 
-    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
+    weight_keys = ("family", "hidden", "layers", "heads", "ffn_width")
 
     size: SizeName | None = Field(None, exclude=True)
     """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
@@ -132,8 +132,8 @@ class TransformerConfig(ResidualConfig):
 class PostNormConfig(TransformerConfig):
     """Architecture of post-norm blocks, and the pooling."""
 
-    objectives: ClassVar[tuple[str, ...]] = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
-    weight_keys: ClassVar[tuple[str, ...]] = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
+    objectives = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
+    weight_keys = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
 
     layers: int = Field(6, ge=1, description="Transformer blocks.")
     activation: Literal["gelu", "relu"] = Field("relu", description="Activation inside the feed-forward layers.")

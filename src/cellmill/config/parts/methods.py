@@ -15,15 +15,14 @@ from cellmill.config.plugin import Plugin
 class MethodConfig(Plugin):
     """Base of every fine-tuning method's options; `implementation` is a `cellmill.finetune.method.Method`."""
 
-    kind: ClassVar[str] = "method"
-    key: ClassVar[str] = "method"
-    default: ClassVar[str | None] = "full"
+    kind = "method"
+    key = "method"
+    default = "full"
 
     method: str
     new_genes: Literal["random", "mean"] = "random"
-    """Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: random, as in a new
-    model, or the mean over the genes it has. With model.gene_vectors such genes also get their own vector, if the file
-    has one (the same file as that of the model)."""
+    """Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: random, or the mean of
+    those it has. With model.gene_vectors they also get their vectors of the file, which is the model's."""
     min_known_frac: float = Field(0.01, ge=0, le=1)
     """Minimum fraction of a cell's expressed genes that the model of init_from has; below it training is refused."""
 
@@ -31,8 +30,7 @@ class MethodConfig(Plugin):
 class FullConfig(MethodConfig):
     """Train every parameter of the unchanged model."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.method:Full"
-
+    implementation = "cellmill.finetune.method:Full"
     method: Literal["full"] = "full"
     trunk_lr_frac: float = Field(1.0, gt=0)
     """Learning rate of the trunk, all but the objective's heads, as a fraction of train.lr, the rate of the heads."""
@@ -48,16 +46,14 @@ class FullConfig(MethodConfig):
 class HeadOnlyConfig(MethodConfig):
     """Train the objective's heads; the trunk is frozen."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.method:HeadOnly"
-
+    implementation = "cellmill.finetune.method:HeadOnly"
     method: Literal["head_only"] = "head_only"
 
 
 class PartialConfig(MethodConfig):
     """Train the last blocks, the norm after them and the objective's heads; the rest is frozen."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.method:Partial"
-
+    implementation = "cellmill.finetune.method:Partial"
     method: Literal["partial"] = "partial"
     last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
     trunk_lr_frac: float = Field(0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr.")
@@ -67,8 +63,7 @@ class LoraConfig(MethodConfig):
     """Train low-rank adapters of the blocks' linear layers (Hu et al. 2022), and the objective's heads. The adapters
     are merged into the exported model, and also stored beside it in the layout of the package peft."""
 
-    implementation: ClassVar[str] = "cellmill.finetune.method:Lora"
-
+    implementation = "cellmill.finetune.method:Lora"
     method: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
@@ -84,8 +79,8 @@ class OptimizerConfig(Plugin):
     (`cellmill.train.optimizer.build_optimizer` has the groups' keys). Its state must start as zeros.
     """
 
-    kind: ClassVar[str] = "optimizer"
-    default: ClassVar[str | None] = "adamw"
+    kind = "optimizer"
+    default = "adamw"
 
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
     """State of a parameter in checkpoints: `step` is a float32 scalar, the others have the parameter's shape."""
@@ -115,20 +110,18 @@ class OptimizerConfig(Plugin):
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter 2019)."""
 
-    implementation: ClassVar[str] = "cellmill.train.optimizer:adamw"
-    fused: ClassVar[bool] = True
-    offloaded: ClassVar[str | None] = "cellmill.train.optimizer:OffloadedAdamW"
-
+    implementation = "cellmill.train.optimizer:adamw"
+    fused = True
+    offloaded = "cellmill.train.optimizer:OffloadedAdamW"
     name: Literal["adamw"] = "adamw"
 
 
 class MuonConfig(OptimizerConfig):
     """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest (Jordan et al. 2024)."""
 
-    implementation: ClassVar[str] = "cellmill.train.muon:Muon"
-    matrix_state_names: ClassVar[tuple[str, ...] | None] = ("momentum",)
-    fused: ClassVar[bool] = True
-
+    implementation = "cellmill.train.muon:Muon"
+    matrix_state_names = ("momentum",)
+    fused = True
     name: Literal["muon"] = "muon"
 
 

@@ -53,8 +53,8 @@ class Facts(Protocol):
 class ObjectiveConfig(Plugin):
     """Training target of a model, and its loss."""
 
-    kind: ClassVar[str] = "objective"
-    default: ClassVar[str | None] = "cell_decoding"
+    kind = "objective"
+    default = "cell_decoding"
     families: ClassVar[tuple[str, ...]] = ()
     """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
 

@@ -18,7 +18,7 @@ from cellmill.config.plugin import Plugin, by_name
 class MaskedObjectiveConfig(ObjectiveConfig):
     """Options that both masked objectives share."""
 
-    reads_zeros: ClassVar[bool] = True
+    reads_zeros = True
 
     mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
     random_frac: float = Field(0.0, ge=0, lt=1)
@@ -41,8 +41,7 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 class MaskedValueConfig(MaskedObjectiveConfig):
     """Predict the values of masked tokens; their genes stay visible."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedValue"
-
+    implementation = "cellmill.models.objectives.masked:MaskedValue"
     name: Literal["masked_value"] = "masked_value"
     renormalize: bool = False
     """Compute values of visible tokens only from visible counts; set it to yes in new runs. Otherwise they leak the
@@ -68,17 +67,16 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 class MaskedGeneConfig(MaskedObjectiveConfig):
     """Predict which genes the masked tokens are; their values stay visible."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.masked:MaskedGene"
-
+    implementation = "cellmill.models.objectives.masked:MaskedGene"
     name: Literal["masked_gene"] = "masked_gene"
 
 
 class HiddenShareConfig(ObjectiveConfig):
     """Options of objectives that hide a random fraction of each cell."""
 
-    needs_counts: ClassVar[bool] = True
-    draws_view: ClassVar[bool] = True
-    hides_tokens: ClassVar[bool] = False
+    needs_counts = True
+    draws_view = True
+    hides_tokens = False
 
     min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
@@ -92,8 +90,7 @@ class HiddenShareConfig(ObjectiveConfig):
 class QueryDecodingConfig(HiddenShareConfig):
     """Predict the value of each queried gene, zeros included, from the cell embedding and the gene."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.query_decoding:QueryDecoding"
-
+    implementation = "cellmill.models.objectives.query_decoding:QueryDecoding"
     name: Literal["query_decoding"] = "query_decoding"
     max_asked: int = Field(256, ge=1)
     """Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's memory."""
@@ -109,8 +106,7 @@ class QueryDecodingConfig(HiddenShareConfig):
 class NextGeneConfig(ObjectiveConfig):
     """Predict each next gene of a cell in rank order, its value, and the end of the cell."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.next_gene:NextGene"
-
+    implementation = "cellmill.models.objectives.next_gene:NextGene"
     name: Literal["next_gene"] = "next_gene"
     value_loss_weight: float = Field(1.0, ge=0)
     """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns it off."""
@@ -123,23 +119,21 @@ ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgp
 class LabelConfig(ObjectiveConfig):
     """Options of objectives that read a label of each cell."""
 
-    hides_tokens: ClassVar[bool] = False
-    label_option: ClassVar[str | None] = "label_column"
+    hides_tokens = False
+    label_option = "label_column"
 
     label_column: str
-    """obs column of the label. Cells without a label are ignored; test cells are in no shard that a training reads."""
+    """obs column of the label, which model cards and tables name; cells without a label are ignored."""
 
     def columns(self) -> Columns:
         return Columns(levels={self.label_column: "objective.label_column"})
 
 
 class ClassificationConfig(LabelConfig):
-    """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells. Model cards and
-    tables mark the run as supervised."""
+    """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Classification"
-    families: ClassVar[tuple[str, ...]] = ENCODING
-
+    implementation = "cellmill.models.objectives.labels:Classification"
+    families = ENCODING
     name: Literal["classification"] = "classification"
     class_weights: Literal["balanced"] | dict[str, float] | None = None
     """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a label with n of
@@ -183,25 +177,21 @@ class ClassificationConfig(LabelConfig):
 
 
 class SupervisedContrastiveConfig(LabelConfig):
-    """Supervised contrastive loss: separate cells of one label from all others of the global batch, by their embeddings
-    (Khosla et al. 2020). Model cards and tables mark the run as supervised."""
+    """Separate the embeddings of cells of one label from all others of the global batch (Khosla et al. 2020)."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.labels:SupervisedContrastive"
-
+    implementation = "cellmill.models.objectives.labels:SupervisedContrastive"
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
     temperature: float = Field(0.1, gt=0)
     """Temperature, which divides cosine similarities; lower values give the nearest cells more weight."""
 
 
 class RegressionConfig(ObjectiveConfig):
-    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells. Model cards
-    and tables mark the run as supervised."""
+    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Regression"
-    hides_tokens: ClassVar[bool] = False
-    label_option: ClassVar[str | None] = "target_column"
-    families: ClassVar[tuple[str, ...]] = ENCODING
-
+    implementation = "cellmill.models.objectives.labels:Regression"
+    hides_tokens = False
+    label_option = "target_column"
+    families = ENCODING
     name: Literal["regression"] = "regression"
     target_column: str
     """obs column of the target; cells without a value are ignored. It is standardised: the model learns (target -
@@ -227,13 +217,11 @@ class RegressionConfig(ObjectiveConfig):
 
 
 class DistillConfig(ObjectiveConfig):
-    """Predict the embedding of a teacher, another model, from the cell embedding by a linear layer: usually a part of a
-    sum with cell_decoding."""
+    """Predict a teacher's embedding from the cell embedding, by a linear layer: usually in a sum with cell_decoding."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.labels:Distill"
-    hides_tokens: ClassVar[bool] = False
-    families: ClassVar[tuple[str, ...]] = ENCODING
-
+    implementation = "cellmill.models.objectives.labels:Distill"
+    hides_tokens = False
+    families = ENCODING
     name: Literal["distill"] = "distill"
     teacher: str
     """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of each dataset, with
@@ -265,8 +253,7 @@ def _part(name: str) -> type[Plugin]:
 class SumConfig(ObjectiveConfig):
     """Several objectives at once: the weighted sum of their mean losses, from one forward pass."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.sum:Sum"
-
+    implementation = "cellmill.models.objectives.sum:Sum"
     name: Literal["sum"] = "sum"
     parts: Annotated[
         dict[str, SerializeAsAny[ObjectiveConfig]],
@@ -322,7 +309,7 @@ class SumConfig(ObjectiveConfig):
 class DecodingConfig(HiddenShareConfig):
     """Options of objectives that predict expression, over the whole vocabulary, from the cell embedding."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:CellDecoding"
+    implementation = "cellmill.models.objectives.cell_decoding:CellDecoding"
 
     likelihood: Literal["softmax", "nb"] = "softmax"
     """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of every gene,
@@ -341,11 +328,9 @@ class DecodingConfig(HiddenShareConfig):
     """Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."""
     covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
     batch_column: str | None = None
-    """obs column, or `dataset`, of the cell's batch. The decoder gets a term per batch, so that the cell embedding need
-    not encode the batch; null has none."""
+    """obs column, or `dataset`, of the batch: the decoder gets a term per batch, so that embeddings can lack it."""
     batch_adversary: float | None = Field(None, gt=0)
-    """Weight of the loss of a batch classifier with reversed gradient, which removes the batch from the cell embedding;
-    requires batch_column. null has none."""
+    """Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch from embeddings."""
     batch_adversary_scale: float = Field(0.02, gt=0)
     """Factor of the reversed gradient, besides the loss's weight. If their product is large, embeddings collapse."""
 
@@ -395,12 +380,11 @@ class PerturbationResponseConfig(DecodingConfig):
     """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
     predict a control's expression under a perturbation. Task perturbation evaluates it."""
 
-    implementation: ClassVar[str] = "cellmill.models.objectives.cell_decoding:PerturbationResponse"
+    implementation = "cellmill.models.objectives.cell_decoding:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["hidden"]] = "hidden"
-    label_option: ClassVar[str | None] = "perturbation_column"
-    families: ClassVar[tuple[str, ...]] = ("profile", "encoder", "autoencoder", "scgpt")
-
+    label_option = "perturbation_column"
+    families = ("profile", "encoder", "autoencoder", "scgpt")
     name: Literal["perturbation_response"] = "perturbation_response"
     likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
     weights: Literal["counts"] = "counts"
@@ -409,8 +393,7 @@ class PerturbationResponseConfig(DecodingConfig):
     """obs column of the perturbation; cells without a value are not targets."""
     control: str = Field(description="Value that marks unperturbed cells.")
     perturbed_genes: dict[str, list[int]] | None = None
-    """Token ids of the genes of each perturbation; null finds the genes that perturbations are named after (several
-    joined by +), and train writes them into the run."""
+    """Token ids of each perturbation's genes; null takes those it is named after, joined by +: train writes them."""
 
     def problems(self) -> Iterator[str]:
         if self.batch_column == self.perturbation_column:

@@ -13,7 +13,7 @@ from cellmill.config.section import EachOnce
 class TaskConfig(Plugin):
     """Base of every task's options; `implementation` is a `cellmill.evaluate.task.Task`."""
 
-    kind: ClassVar[str] = "task"
+    kind = "task"
     reads_label: ClassVar[bool] = False  # runs once for each label of a dataset
     files: ClassVar[tuple[str, ...]] = ()  # options that name files, which the rule reads too
 
@@ -34,7 +34,7 @@ MOST_FOLDS = Field(10, ge=2, description="Values are left out one at a time, or 
 class LabelTaskConfig(TaskConfig):
     """Base of tasks that classify cells by each label of a dataset."""
 
-    reads_label: ClassVar[bool] = True
+    reads_label = True
 
     neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
 
@@ -42,8 +42,7 @@ class LabelTaskConfig(TaskConfig):
 class ProbeConfig(LabelTaskConfig):
     """Classifiers of the label on embeddings, against baselines; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:Probe"
-
+    implementation = "cellmill.evaluate.tasks.classify:Probe"
     name: Literal["probe"] = "probe"
     seeds: int = Field(5, ge=1, description="Repetitions of the cross-validation, each with different folds.")
 
@@ -51,8 +50,7 @@ class ProbeConfig(LabelTaskConfig):
 class ReconstructConfig(TaskConfig):
     """The training objective on the evaluated cells, against the gene statistics of training cells."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
-
+    implementation = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
     name: Literal["reconstruct"] = "reconstruct"
     objective: dict[str, Any] = Field({}, description="Options of the training objective to override, as `mask_frac`.")
 
@@ -64,8 +62,7 @@ class ReconstructConfig(TaskConfig):
 class FewShotConfig(LabelTaskConfig):
     """Few-shot classifiers of the label, trained on a few cells per class; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:FewShot"
-
+    implementation = "cellmill.evaluate.tasks.classify:FewShot"
     name: Literal["few_shot"] = "few_shot"
     shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([5, 10, 20], min_length=1)
     """Numbers of training cells per class."""
@@ -76,8 +73,7 @@ class FewShotConfig(LabelTaskConfig):
 class LeaveOutConfig(LabelTaskConfig):
     """Classifiers of the label tested on left-out donors or batches; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:LeaveOut"
-
+    implementation = "cellmill.evaluate.tasks.classify:LeaveOut"
     name: Literal["leave_out"] = "leave_out"
     roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(["donor", "batch"], min_length=1)
     """Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored."""
@@ -111,14 +107,12 @@ class MissingGenesConfig(DegradedConfig):
 class PerturbationConfig(TaskConfig):
     """Expression changes under held-out perturbations, donors or batches; skipped without controls."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.perturbation:Perturbation"
-
+    implementation = "cellmill.evaluate.tasks.perturbation:Perturbation"
     name: Literal["perturbation"] = "perturbation"
     held_out: Annotated[list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce] = Field(
         ["perturbation", "donor", "batch"], min_length=1
     )
-    """Roles to leave out by value: perturbations, or any other role that the dataset has; label stands for cell
-    types."""
+    """Roles to leave out by value, of those that the dataset has; label stands for cell types."""
     min_cells: int = Field(20, ge=4, description="Perturbations with fewer cells (per left-out donor) are not used.")
     top_genes: int = Field(20, ge=1)
     """Number of genes with the largest measured change over which the predicted direction is scored."""
@@ -136,8 +130,7 @@ class PerturbationConfig(TaskConfig):
 class ImputationConfig(TaskConfig):
     """Imputation of hidden genes from the others; skipped without enough cells."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.imputation:Imputation"
-
+    implementation = "cellmill.evaluate.tasks.imputation:Imputation"
     name: Literal["imputation"] = "imputation"
     hidden_frac: float = Field(0.2, gt=0, le=0.9, description="Fraction of the genes to hide, the same for all cells.")
     genes: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)
@@ -152,9 +145,8 @@ class ImputationConfig(TaskConfig):
 class GeneEmbeddingConfig(TaskConfig):
     """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model without any."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.genes:GeneEmbedding"
-    files: ClassVar[tuple[str, ...]] = ("gene_sets", "transcription_factors")
-
+    implementation = "cellmill.evaluate.tasks.genes:GeneEmbedding"
+    files = ("gene_sets", "transcription_factors")
     name: Literal["gene_embedding"] = "gene_embedding"
     gene_sets: str | None = Field(None, description="GMT file: per line a set's name, a description and its genes.")
     transcription_factors: str | None = None
@@ -172,13 +164,11 @@ class GeneEmbeddingConfig(TaskConfig):
 class GrnConfig(TaskConfig):
     """Gene similarity against known regulatory edges; an error if too few of them are among the model's genes."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.genes:Grn"
-    files: ClassVar[tuple[str, ...]] = ("edges",)
-
+    implementation = "cellmill.evaluate.tasks.genes:Grn"
+    files = ("edges",)
     name: Literal["grn"] = "grn"
     edges: str
-    """File of edges: per line a transcription factor and a target, tab-separated, by Ensembl id or symbol; further
-    columns are ignored."""
+    """Tab-separated file of edges: per line a transcription factor and a target, by Ensembl id or symbol."""
     min_edges: int = Field(20, ge=1, description="Minimum number of edges between known genes, else the task fails.")
     min_targets: int = Field(3, ge=1, description="Transcription factors with fewer known targets are skipped.")
     absolute: bool = Field(False, description="Rank pairs by absolute similarity: negative ones count equally.")
@@ -190,8 +180,7 @@ MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are 
 class ClusteringConfig(LabelTaskConfig):
     """Leiden clustering of the embeddings against the label (extra `cluster`); skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.clustering:Clustering"
-
+    implementation = "cellmill.evaluate.tasks.clustering:Clustering"
     name: Literal["clustering"] = "clustering"
     neighbors: int = Field(15, ge=2, description="k of the neighbour graph.")
     resolution: float = Field(1.0, gt=0, description="Fixed Leiden resolution.")
@@ -209,8 +198,7 @@ class ClusteringConfig(LabelTaskConfig):
 class IntegrationConfig(LabelTaskConfig):
     """Batch mixing and label separation of the embeddings, reported separately; skipped without a batch or a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.integration:Integration"
-
+    implementation = "cellmill.evaluate.tasks.integration:Integration"
     name: Literal["integration"] = "integration"
     neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
     harmony: bool = Field(False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`).")
@@ -223,16 +211,14 @@ class IntegrationConfig(LabelTaskConfig):
 class ThroughputConfig(TaskConfig):
     """Cells per second and peak memory of stage `embed` on the dataset, as it was run."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.reconstruct:Throughput"
-
+    implementation = "cellmill.evaluate.tasks.reconstruct:Throughput"
     name: Literal["throughput"] = "throughput"
 
 
 class TransferConfig(LabelTaskConfig):
     """Classifiers of the label, fitted on some datasets and tested on others; skipped without a label."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.transfer:Transfer"
-
+    implementation = "cellmill.evaluate.tasks.transfer:Transfer"
     name: Literal["transfer"] = "transfer"
     fit_on: Annotated[list[str], EachOnce] = Field(min_length=1, description="Datasets to fit the classifiers on.")
     test_on: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)

@@ -17,13 +17,12 @@ RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
 class Tokens(Plugin):
     """Contract of a tokenizer's options; see `cellmill.data.stream.batch.Tokenizer` for its implementation."""
 
-    kind: ClassVar[str] = "tokenizer"
-    key: ClassVar[str] = "tokenizer"
-    default: ClassVar[str | None] = "continuous"
+    kind = "tokenizer"
+    key = "tokenizer"
+    default = "continuous"
 
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]]
     """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in its cell from 0."""
-
     sequences: ClassVar[bool] = False
     """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for cells."""
 
@@ -40,8 +39,7 @@ class Tokens(Plugin):
     covariates: Annotated[list[str], EachOnce] = Field([])
     """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these tokens out."""
     covariate_unknown_frac: float = Field(0.1, ge=0, le=1)
-    """Probability with which a covariate of a training cell is replaced by the unknown level. Cells get this level if a
-    file lacks the column or the corpus lacks the value."""
+    """Probability of the unknown level for a covariate of a training cell, as cells of unknown values have it."""
 
     def problems(self) -> Iterator[str]:
         if self.sequences and (self.truncation != "top" or self.zero_frac):
@@ -71,18 +69,16 @@ class Tokens(Plugin):
 class ContinuousTokens(Tokens):
     """Tokens of a gene and its normalised value, log(1 + counts per 10,000)."""
 
-    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:ContinuousTokenizer"
-    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "scalar"
-
+    implementation = "cellmill.data.stream.tokenizers:ContinuousTokenizer"
+    value_kind = "scalar"
     tokenizer: Literal["continuous"] = "continuous"
 
 
 class BinnedTokens(Tokens):
     """Tokens of a gene and the bin of its count, from 1; 0 is no count."""
 
-    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:BinnedTokenizer"
-    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "class"
-
+    implementation = "cellmill.data.stream.tokenizers:BinnedTokenizer"
+    value_kind = "class"
     tokenizer: Literal["binned"] = "binned"
     bins: int = Field(51, ge=2, description="Number of bins.")
     binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = "quantile_cell"
@@ -122,9 +118,8 @@ class BinnedTokens(Tokens):
 class RankTokens(Tokens):
     """Tokens of a gene and its rank in the cell, sorted by count over corpus median."""
 
-    implementation: ClassVar[str] = "cellmill.data.stream.tokenizers:RankTokenizer"
-    value_kind: ClassVar[Literal["none", "class", "scalar", "place"]] = "place"
-
+    implementation = "cellmill.data.stream.tokenizers:RankTokenizer"
+    value_kind = "place"
     tokenizer: Literal["rank"] = "rank"
 
     @property

@@ -5,7 +5,7 @@ Keys and passwords of services come from the environment alone: options are writ
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -17,7 +17,7 @@ from cellmill.config.section import Section
 class TrackerConfig(Plugin):
     """Base of every tracker's options; the tracker itself is a `cellmill.track.tracker.Tracker`."""
 
-    kind: ClassVar[str] = "tracker"
+    kind = "tracker"
 
     name: str
 
@@ -30,7 +30,7 @@ class TrackerConfig(Plugin):
 class ObserverConfig(Plugin):
     """Base of every observer's options; the observer itself is a `cellmill.track.tracker.Observer`."""
 
-    kind: ClassVar[str] = "observer"
+    kind = "observer"
 
     name: str
 
@@ -38,16 +38,14 @@ class ObserverConfig(Plugin):
 class TensorboardConfig(TrackerConfig):
     """Event files in `train/track/tensorboard` of the run, for `tensorboard --logdir results/runs`."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_tensorboard:TensorboardTracker"
-
+    implementation = "cellmill.track.to_tensorboard:TensorboardTracker"
     name: Literal["tensorboard"] = "tensorboard"
 
 
 class MlflowConfig(TrackerConfig):
     """A run of an MLflow experiment, on a server or in an SQLite file."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_mlflow:MlflowTracker"
-
+    implementation = "cellmill.track.to_mlflow:MlflowTracker"
     name: Literal["mlflow"] = "mlflow"
     uri: str | None = None
     """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default."""
@@ -57,8 +55,7 @@ class MlflowConfig(TrackerConfig):
 class WandbConfig(TrackerConfig):
     """A run of Weights & Biases; the key is WANDB_API_KEY or that of `wandb login`."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_wandb:WandbTracker"
-
+    implementation = "cellmill.track.to_wandb:WandbTracker"
     name: Literal["wandb"] = "wandb"
     project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
     entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
@@ -69,8 +66,7 @@ class WandbConfig(TrackerConfig):
 class TrackioConfig(TrackerConfig):
     """A run of a trackio project, an SQLite file in TRACKIO_DIR or the user's cache folder."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_trackio:TrackioTracker"
-
+    implementation = "cellmill.track.to_trackio:TrackioTracker"
     name: Literal["trackio"] = "trackio"
     project: str = Field("cellmill", min_length=1, description="Project.")
 
@@ -78,8 +74,7 @@ class TrackioConfig(TrackerConfig):
 class CometConfig(TrackerConfig):
     """An experiment of Comet; the key is COMET_API_KEY or that of `comet login`."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_comet:CometTracker"
-
+    implementation = "cellmill.track.to_comet:CometTracker"
     name: Literal["comet"] = "comet"
     project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
     workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
@@ -90,8 +85,7 @@ class CometConfig(TrackerConfig):
 class LangfuseConfig(TrackerConfig):
     """A trace of a Langfuse project; the keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY."""
 
-    implementation: ClassVar[str] = "cellmill.track.to_langfuse:LangfuseTracker"
-
+    implementation = "cellmill.track.to_langfuse:LangfuseTracker"
     name: Literal["langfuse"] = "langfuse"
     host: str | None = None
     """Server, as `https://langfuse.example.org`; null is LANGFUSE_BASE_URL, or Langfuse's own."""

@@ -39,7 +39,7 @@ FORMATS = (
     _to_convert("token dataset of Geneformer", "state.json", "geneformer {} --dictionaries FOLDER"),
     _to_convert("scModelForge", "shard_000/gene_indices.npy", "scmodelforge {} --genes FILE"),
 )
-"""In the order of their tests. `config.corpus.INPUTS` names them to users, as every process reads it."""
+"""In the order of their tests."""
 
 
 def formats() -> Iterator[Format]:
