@@ -1,13 +1,16 @@
 """What every kind of test may use."""
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plugins import plugins as plugins
+PLUGIN = Path(__file__).resolve().parent / "plugin"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,3 +51,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def root() -> Path:
     """Root of the repository."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of processes that find the toys, which pip installs into a folder; this process does not."""
+    folder = tmp_path_factory.mktemp("plugins")
+    source, target = folder / "source", folder / "site"
+    shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
+    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    words = [sys.executable, "-m", "pip", "install", *flags, "--target", str(target), str(source)]
+    # pip warns of itself
+    quiet = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    subprocess.run(words, check=True, env=quiet)
+    path = os.pathsep.join(part for part in (str(target), os.environ.get("PYTHONPATH", "")) if part)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cellmill.runs.folder import read_lines
+from tests.conftest import PLUGIN
 from tests.distributed.command import Run
 from tests.distributed.conftest import options
-from tests.plugins import PLUGIN
 
 
 @pytest.fixture

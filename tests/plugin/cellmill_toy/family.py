@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.blocks import Entry, attention
+from cellmill.models.blocks import Block, Entry, attention
 from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.initial import Fill
 from cellmill.models.objective import Objective
@@ -20,23 +19,15 @@ from cellmill_toy.objective import CausalBatch, causal_batch
 from cellmill_toy.options import ToyFamily
 
 
-class ToyBlock(nn.Module):
-    """Causal attention and feed-forward, each after a norm and added to the residual stream."""
+class ToyBlock(Block):
+    """Causal attention of rotated queries and keys, and feed-forward."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.head_width = hidden // heads
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor, angles: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:  # type: ignore[override]
         """(T, H) -> (T, H); `angles` (T, 1, d / 2) are those of each token's place."""
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
+        q, k, v = self.before(x)
         q, k = (_rotated(part, angles) for part in (q, k))
         attended = attention(q, k, v.contiguous(), prepared.cu_seqlens, prepared.lengths, causal=True)
-        x = x + self.out(attended.flatten(1))
-        return x + self.down(F.gelu(self.up(self.ffn_norm(x))))
+        return self.after(x, attended.flatten(1), None)
 
 
 class ToyModel(Model):
@@ -64,7 +55,9 @@ class ToyModel(Model):
         self.width = config.hidden
         self.gene_embedding = nn.Embedding(n_genes + len(SPECIAL), config.hidden)
         self.enter = Entry()
-        self.blocks = nn.ModuleList(ToyBlock(config.hidden, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            ToyBlock(config.hidden, config.heads, 4 * config.hidden, dropout=0.0, index=i) for i in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.hidden)
         self.register_buffer("angles", torch.empty(tokens.max_tokens, config.hidden // config.heads // 2))
         self.plan = replace(self.plan, finish=("norm", *objective.attach(self, n_genes + len(SPECIAL))))
