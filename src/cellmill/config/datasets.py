@@ -105,7 +105,10 @@ class ObsColumns(Section):
         read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
         if self.filter is not None:
             read += [(name, "filter") for name in filter_columns(self.filter)]
-        return {name: ", ".join(owner for other, owner in read if other == name) for name, _ in read}
+        owners: dict[str, list[str]] = {}
+        for name, owner in read:
+            owners.setdefault(name, []).append(owner)
+        return {name: ", ".join(named) for name, named in owners.items()}
 
 
 NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
 from cellmill.config.plugin import by_name, names, unknown
-from cellmill.config.section import EachOnce, Section, leaving_out
+from cellmill.config.section import Names, Section, leaving_out
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import digest
 
@@ -87,8 +87,7 @@ _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 class Evaluate(Section):
     """Tasks that evaluate the exported model on held-out cells."""
 
-    datasets: Annotated[list[str], EachOnce] | None = None
-    """Datasets to evaluate; null means those of the run's corpus."""
+    datasets: Names | None = Field(None, description="Datasets to evaluate; null means those of the run's corpus.")
     cells: Literal["heldout", "all"] = "heldout"
     """heldout excludes every cell that the model was trained or validated on."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
@@ -99,7 +98,7 @@ class Evaluate(Section):
         _DEFAULT_TASKS, min_length=1
     )
     """Tasks to run, by name, each with its options; a run's tasks replace the default ones."""
-    classifiers: Annotated[list[str], EachOnce] = Field([])
+    classifiers: Names = Field([])
     """Classifiers of installed packages that tasks fit to labels beside logistic regression and kNN."""
     gate: list[BaselineGate] = Field([])
     """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or features, whose best

@@ -70,8 +70,8 @@ class JobFiles:
         @one_line()
         def file(wildcards: Wildcards) -> str:
             tree = self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
-            names = [f"{name}." for key in ("run", "corpus", "sweep") if (name := wildcards.get(key))]
-            path = Path("results/options", stage, f"{''.join(names[:1])}{digest(tree)[:12]}.json")
+            name = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
+            path = Path("results/options", stage, f"{name + '.' if name else ''}{digest(tree)[:12]}.json")
             if self.writes() and not path.exists():
                 try:
                     write_json(path, tree)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cellmill.config.parts.methods import Optimizer
-from cellmill.config.section import EachOnce, Section, leaving_out, one_message
+from cellmill.config.section import Counts, Section, leaving_out, one_message
 
 
 class Stream(Section):
@@ -137,7 +137,7 @@ class Train(Section):
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
     checkpoint_every_min: float | None = Field(None, gt=0, description="Minutes between more checkpoints; null: none.")
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
-    keep_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([])
+    keep_steps: Counts = Field([])
     """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and keep_checkpoints
     say, such as those from which other runs branch (trunk_step)."""
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")

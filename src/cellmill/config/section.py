@@ -13,13 +13,14 @@ from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -48,6 +49,8 @@ def _each_once(values: list[Any]) -> list[Any]:
 
 
 EachOnce = AfterValidator(_each_once)  # annotation of a list that names nothing twice
+Names = Annotated[list[str], EachOnce]
+Counts = Annotated[list[Annotated[int, Field(ge=1)]], EachOnce]
 
 
 def one_message(expected: str) -> WrapValidator:

@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -35,7 +35,7 @@ from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.plugin import validated
 from cellmill.config.published import PublishedFolder
 from cellmill.config.run import Report
-from cellmill.config.section import EachOnce, Section
+from cellmill.config.section import Counts, Names, Section
 from cellmill.errors import ConfigError, did_you_mean
 
 MOST_RUNS = 10_000
@@ -124,7 +124,7 @@ class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
     table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: Annotated[list[str], EachOnce] | None = Field(None, description="Names of the rows to use; null: all.")
+    datasets: Names | None = Field(None, description="Names of the rows to use; null: all.")
 
 
 class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
@@ -141,7 +141,7 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     results equal a separate run from step 0, so all options except length and schedule must equal the trunk's, and the
     learning rates up to that step must be the same, as with schedule wsd or constant."""
     trunk_step: int | None = Field(None, ge=1, description="Step of the trunk's checkpoint, of its train.keep_steps.")
-    evaluate_steps: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field(default=[])
+    evaluate_steps: Counts = Field(default=[])
     """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
     `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains nothing."""
     machine: str | None = None
@@ -290,7 +290,11 @@ class Workflow(Section):
 
     def entries(self, stage: str) -> Mapping[str, Section]:
         """Corpora or runs, whichever `stage` is run for; empty for a stage over all of them."""
-        return next((getattr(self, kind) for kind, owner in ENTRIES.items() if issubclass(owner, OPTIONS[stage])), {})
+        for kind, owner in ENTRIES.items():
+            if issubclass(owner, OPTIONS[stage]):
+                found: Mapping[str, Section] = getattr(self, kind)
+                return found
+        return {}
 
     def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
         """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a dataset."""

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from cellmill.config.datasets import check_name
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import EachOnce
+from cellmill.config.section import Counts, EachOnce, Names
 
 
 class TaskConfig(Plugin):
@@ -64,8 +64,7 @@ class FewShotConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:FewShot"
     name: Literal["few_shot"] = "few_shot"
-    shots: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([5, 10, 20], min_length=1)
-    """Numbers of training cells per class."""
+    shots: Counts = Field([5, 10, 20], min_length=1, description="Numbers of training cells per class.")
     draws: int = Field(10, ge=2, description="Number of random draws of the training cells.")
     neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
 
@@ -100,8 +99,9 @@ class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
     name: Literal["missing_genes"] = "missing_genes"
-    genes: Annotated[list[Annotated[int, Field(ge=1)]], EachOnce] = Field([200, 75], min_length=1)
-    """Numbers of genes to keep, drawn from the expressed ones."""
+    genes: Counts = Field(
+        [200, 75], min_length=1, description="Numbers of genes to keep, drawn from the expressed ones."
+    )
 
 
 class PerturbationConfig(TaskConfig):
@@ -133,7 +133,7 @@ class ImputationConfig(TaskConfig):
     implementation = "cellmill.evaluate.tasks.imputation:Imputation"
     name: Literal["imputation"] = "imputation"
     hidden_frac: float = Field(0.2, gt=0, le=0.9, description="Fraction of the genes to hide, the same for all cells.")
-    genes: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)
+    genes: Names | None = Field(None, min_length=1)
     """Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them."""
     max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
     min_cells: int = Field(10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden.")
@@ -220,9 +220,8 @@ class TransferConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.transfer:Transfer"
     name: Literal["transfer"] = "transfer"
-    fit_on: Annotated[list[str], EachOnce] = Field(min_length=1, description="Datasets to fit the classifiers on.")
-    test_on: Annotated[list[str], EachOnce] | None = Field(None, min_length=1)
-    """Datasets to test on; null means all other evaluated datasets."""
+    fit_on: Names = Field(min_length=1, description="Datasets to fit the classifiers on.")
+    test_on: Names | None = Field(None, min_length=1, description="Datasets to test on; null: all others evaluated.")
     ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
 
     def problems(self) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
 from cellmill.config.plugin import Plugin
-from cellmill.config.section import EachOnce
+from cellmill.config.section import Names
 
 SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
 RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
@@ -36,7 +36,7 @@ class Tokens(Plugin):
     zero_frac: float = Field(0.0, ge=0, lt=1)
     """Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation random; fewer
     if the vocabulary has no more. They count towards max_tokens."""
-    covariates: Annotated[list[str], EachOnce] = Field([])
+    covariates: Names = Field([])
     """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these tokens out."""
     covariate_unknown_frac: float = Field(0.1, ge=0, le=1)
     """Probability of the unknown level for a covariate of a training cell, as cells of unknown values have it."""
