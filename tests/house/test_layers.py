@@ -37,53 +37,46 @@ def loaded_by(*names: str, among: tuple[str, ...] = HEAVY, then: str = "") -> se
     return set(done.stdout.split())
 
 
-def in_layers(*layers: str) -> list[str]:
-    return [name for name in TREES if name.partition(".")[2].split(".")[0] in layers]
+def in_layers(*layers: str, without: str = "cellmill.launch.agent") -> list[str]:
+    """Modules of these layers, but for those whose name begins with `without`."""
+    names = [name for name in TREES if name.partition(".")[2].split(".")[0] in layers]
+    return [name for name in names if not name.startswith(without)]
 
 
-def test_the_workflow_and_the_launcher_import_light_modules_only() -> None:
-    light = in_layers("cli", "launch", "config", "files", "errors")
-    assert "cellmill.config.parts.families" in light
-    assert loaded_by(*(name for name in light if name != "cellmill.launch.agent")) == set()  # it is a job's process
-
-
-@pytest.mark.parametrize("name", ["data", "track", "stages.data", "stages.report", "commands.preflight"])
-def test_the_layer_or_module_imports_no_torch(name: str) -> None:
-    extras = "cellmill.track.to_"  # each imports a package that may be absent
-    modules = [f"cellmill.{name}"] if "." in name else in_layers(name)
-    assert "torch" not in loaded_by(*(module for module in modules if not module.startswith(extras)))
+CELLS, SHARDED = {"anndata", "pandas"}, {"sympy", "torch.distributed.tensor"}
+TORCH = ("torch",)
 
 
 @pytest.mark.parametrize(
-    ("module", "used"),
-    [("stages.train", {"numpy", "submitit"}), ("commands.status", set()), ("commands.run", set())],
-)
-def test_a_launcher_and_the_commands_on_runs_import_no_heavy_library(module: str, used: set[str]) -> None:
-    # a launcher's memory is that of its imports, and a workflow may have hundreds of it
-    assert loaded_by(f"cellmill.{module}", among=(*HEAVY, "submitit")) == used
-
-
-def test_the_process_that_walks_an_input_first_imports_h5py_alone() -> None:
-    assert loaded_by("cellmill.data.inputs.h5_walk") == {"h5py", "numpy"}  # one starts for each input that is opened
-
-
-SHARDED = {"sympy", "torch.distributed.tensor"}
-
-
-@pytest.mark.parametrize(
-    ("module", "used"),
+    ("modules", "among", "used"),
     [
-        ("stages.data", {"anndata", "pandas"}),
-        ("stages.train", set()),
-        ("stages.plan", SHARDED),
-        ("stages.export", {"anndata", "pandas", "torch.distributed.checkpoint"} | SHARDED),
-        ("stages.cells", {"anndata", "pandas"}),
-        ("stages.report", set()),
-        ("train.worker", {"torch.distributed.checkpoint"} | SHARDED),
+        # what the Snakefile and a waiting launcher read; the agent is a job's process
+        (in_layers("cli", "launch", "config", "files", "errors"), HEAVY, set()),
+        (in_layers("data"), TORCH, set()),
+        # each tracker imports a package that may be absent
+        (in_layers("track", without="cellmill.track.to_"), TORCH, set()),
+        (["cellmill.commands.preflight"], TORCH, set()),
+        # a launcher's memory is that of its imports, and a workflow may have hundreds of it
+        (["cellmill.stages.train"], (*HEAVY, "submitit"), {"numpy", "submitit"}),
+        (["cellmill.commands.status"], (*HEAVY, "submitit"), set()),
+        (["cellmill.commands.run"], (*HEAVY, "submitit"), set()),
+        # one starts for each input that is opened
+        (["cellmill.data.inputs.h5_walk"], HEAVY, {"h5py", "numpy"}),
+        (["cellmill.stages.data"], (*TORCH, *LATE), CELLS),
+        (["cellmill.stages.train"], LATE, set()),
+        (["cellmill.stages.plan"], LATE, SHARDED),
+        (["cellmill.stages.export"], LATE, {*CELLS, *SHARDED, "torch.distributed.checkpoint"}),
+        (["cellmill.stages.cells"], LATE, CELLS),
+        (["cellmill.stages.report"], (*TORCH, *LATE), set()),
+        (["cellmill.train.worker"], LATE, {*SHARDED, "torch.distributed.checkpoint"}),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_stage_or_rank_imports_no_slow_module_that_it_does_not_use(module: str, used: set[str]) -> None:
-    assert loaded_by(f"cellmill.{module}", among=LATE) <= used
+def test_modules_import_no_slow_library_that_they_do_not_use(
+    modules: list[str], among: tuple[str, ...], used: set[str]
+) -> None:
+    assert modules
+    assert loaded_by(*modules, among=among) <= used
 
 
 def test_a_model_is_built_and_filled_without_the_compiler_and_tensors_of_a_mesh() -> None:
