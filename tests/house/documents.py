@@ -10,7 +10,11 @@ DOCUMENTS = [
 """Documents whose commands, targets and links are checked."""
 
 
+def read(name: str) -> str:
+    """Text of a file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def documentation() -> str:
     """README and the pages of docs/, one after the other."""
-    pages = ["README.md", *(name for name in DOCUMENTS if name.startswith("docs/"))]
-    return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in pages)
+    return "\n".join(read(name) for name in DOCUMENTS if name == "README.md" or name.startswith("docs/"))

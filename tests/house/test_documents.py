@@ -20,13 +20,12 @@ from cellmill.cli import MODULES
 from cellmill.config import load_config
 from cellmill.config import plugin as registry
 from tests.checks import quick
-from tests.house.documents import DOCUMENTS, documentation
+from tests.house.documents import DOCUMENTS, ROOT, documentation, read
 from tests.house.rules import RULES, outputs
 from tools.house import LAYERS
 from tools.option_docs import SCHEMA, main
 from tools.rule_graph import draw, read_edges
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
 
 
@@ -41,8 +40,7 @@ def documented(program: str) -> list[tuple[str, list[str]]]:
     """Every documented command of a program, as (document, words)."""
     commands = []
     for name in DOCUMENTS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        commands += [(name, line) for line in lines_of_code(text) if line.split()[:1] == [program]]
+        commands += [(name, line) for line in lines_of_code(read(name)) if line.split()[:1] == [program]]
     for path in CONFIGS[1:]:
         text = path.read_text(encoding="utf-8")
         joined = re.sub(r"\\\n#", " ", text)
@@ -62,22 +60,22 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
         pytest.skip("the package transformers is not installed")
     monkeypatch.chdir(ROOT)
     load_config(path.relative_to(ROOT))
-    schema = json.loads((ROOT / SCHEMA).read_text())
+    schema = json.loads(read(SCHEMA))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
 def test_the_complete_configuration_of_finetune_md_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetune.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", read("docs/finetune.md"), re.M | re.S)
     [whole] = [block for block in blocks if "corpora:" in block]
     (tmp_path / "tuned.yaml").write_text(whole)
     assert load_config(tmp_path / "tuned.yaml").runs["tuned"].init_from == "./models/pbmc"
 
 
 def test_the_schema_refuses_what_the_program_refuses() -> None:
-    schema = json.loads((ROOT / SCHEMA).read_text())
-    good = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    schema = json.loads(read(SCHEMA))
+    good = yaml.safe_load(read("config/config.yaml"))
     bins, task = {"tokens": {"tokenizer": "rank", "bins": 9}}, {"evaluate": {"tasks": {"probe": {"seed": 1}}}}
     installed = {"evaluate": {"tasks": {"installed": {"any": 1}}}, "model": {"family": "installed", "any": 1}}
     jsonschema.validate(good | installed, schema)  # a package may have more than the schema knows
@@ -107,7 +105,7 @@ def test_every_documented_target_is_the_output_of_a_rule() -> None:
     patterns = [re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", output)) for output in written]
     targets = []
     for name in DOCUMENTS:
-        code = " ".join(lines_of_code((ROOT / name).read_text(encoding="utf-8")))
+        code = " ".join(lines_of_code(read(name)))
         targets += [(name, path) for path in re.findall(r"(?<!--report )\bresults/[^\s`]+\.\w+", code)]
     assert len(targets) > 8
     patterns.append(re.compile(r"results/runs/[^/]+/train/cost\.json"))  # beside the output of train
@@ -124,7 +122,7 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
                     value.removeprefix("profiles/") in written or (ROOT / "profiles" / value).exists()
                 )
                 assert value == "FILE" or linked or (ROOT / value).exists(), f"{name}: {flag} {value}"
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.M)
     for name, words in documented("make"):
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
 
@@ -166,14 +164,14 @@ def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     picture = draw(read_edges(done.stdout))
     ElementTree.fromstring(picture)
-    same = (ROOT / "docs" / "rules.svg").read_text(encoding="utf-8") == picture
+    same = read("docs/rules.svg") == picture
     assert same, "run: snakemake --rulegraph | python tools/rule_graph.py > docs/rules.svg"
 
 
 def test_links_and_anchors_of_documents_exist() -> None:
     count = 0
     for name in [*DOCUMENTS, "benchmarks/README.md", "CHANGELOG.md"]:
-        text = (ROOT / name).read_text(encoding="utf-8")
+        text = read(name)
         for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
             if "://" in link:
                 continue
@@ -186,9 +184,9 @@ def test_links_and_anchors_of_documents_exist() -> None:
 
 def test_every_page_is_reached_from_the_readme_the_first_page_and_the_site() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert pages == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
-    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert pages == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", read("README.md")))
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", read("docs/index.md")))
+    navigation = str(yaml.safe_load(read("mkdocs.yml"))["nav"])
     assert pages == set(re.findall(r"'([\w-]+\.md)'", navigation)) - {"index.md"}
 
 
@@ -207,8 +205,8 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_remote(tmp_path: Pa
 
 
 def test_the_contracts_and_toys_of_contributing_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \w+ \| `(.+?)` `(\w+)` \| `(.+?)` `(\w+)` \| .+? \| `(\w+\.py)`", text, re.M)
+    row = r"^\| \w+ \| `(.+?)` `(\w+)` \| `(.+?)` `(\w+)` \| .+? \| `(\w+\.py)`"
+    rows = re.findall(row, read("CONTRIBUTING.md"), re.M)
     assert len(rows) == len(registry.BUILT_IN)
     for options, contract, module, implementation, toy in rows:
         for path, name in ((options, contract), (module, implementation)):
@@ -226,15 +224,14 @@ def test_every_test_named_in_the_documentation_exists() -> None:
 
 def table_rows(path: str) -> list[list[str]]:
     """Cells of every table row of a document, without bold."""
-    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
-    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    lines = [line for line in read(path).splitlines() if line.startswith("| ")]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_figures_of_a_digest_are_those_of_its_source() -> None:
-    names = {"pbmc68k": "PBMC", "merfish_mouse": "MERFISH", "cellbench": "CellBench"}
+    names = ("pbmc68k", "merfish_mouse", "cellbench")
     source: dict[str, list[str]] = {}
-    table = (ROOT / "benchmarks" / "quality.tsv").read_text(encoding="utf-8").splitlines()
-    for data, model, *figures in (line.split("\t") for line in table):
+    for data, model, *figures in (line.split("\t") for line in read("benchmarks/quality.tsv").splitlines()):
         if data in names:  # whole cells, 10 % of the counts and 75 genes, each by two classifiers
             best = [max(figures[at : at + 2]).removeprefix("0") for at in (0, 4, 8)]
             source[model] = [*source.get(model, []), *best, figures[-1]]
