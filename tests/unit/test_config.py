@@ -215,10 +215,6 @@ WRONG = {
         "runs: 'a/b' is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
     ),
     "runs: {demo.h5ad: {corpus: pbmc}}": "runs: demo.h5ad is the name of a file; set demo, without .h5ad",
-    "evaluate: {datasets: [sim], tasks: {transfer: {fit_on: [sim], test_on: [nope]}}}": (
-        "runs.demo.evaluate.tasks.transfer.test_on: 'nope' is not evaluated; name one of sim, or add it to "
-        "evaluate.datasets"
-    ),
     "bridges: {scib: python}": "bridges: no bridge 'scib'; did you mean 'scvi'?",
     "runs: null": "runs: expected a mapping with at least one name, got None",
     "runs: {demo: pbmc}": "runs.demo: expected a mapping, got 'pbmc'",

@@ -84,8 +84,7 @@ class ToyModel(Model):
     def embed(self, batch: Batch) -> torch.Tensor:
         """(cells, H) float32: the state of a cell's last token."""
         prepared = causal_batch(batch, skip=0)
-        ends = prepared.cu_seqlens[1:].long() - 1
-        return self.states(prepared)[ends].float()
+        return self.states(prepared)[prepared.cu_seqlens[1:].long() - 1].float()
 
     def states(self, prepared: CausalBatch) -> torch.Tensor:
         """(T, H): the normed states of all tokens."""

@@ -73,8 +73,7 @@ class NextGene(Objective):
 
     def loss(self, model: Any, states: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
         """Summed cross-entropy over the vocabulary, in chunks."""
-        at_targets = states[prepared.targets]
-        return token_loss(at_targets, model.gene_embedding.weight, model.gene_bias, prepared.answers)
+        return token_loss(states[prepared.targets], model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
     def observe(self, model: Any, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
         """Vocabulary row of each next gene, and whether it was the first choice."""

@@ -13,15 +13,12 @@ class Steps:
         self.path = Path(config.path)
 
     def on_step(self, line: dict[str, Any]) -> None:
-        """Note a step."""
         self._write(f"step {line['step']}")
 
     def on_validation(self, line: dict[str, Any]) -> None:
-        """Note a validation."""
         self._write(f"validation {line['step']}")
 
     def on_checkpoint(self, path: Path) -> None:
-        """Note a checkpoint."""
         self._write(path.name)
 
     def _write(self, text: str) -> None:

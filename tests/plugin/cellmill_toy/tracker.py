@@ -14,16 +14,13 @@ class File:
         self.path = Path(config.path)
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        """Note the run's family, name, steps and first step."""
         kept = {name: config[name] for name in ("run", "steps")}
         self._write({"start": config["options"]["model"]["family"], **kept, "resume_step": resume_step})
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Note a step."""
         self._write({"step": step, "scalars": scalars})
 
     def finish(self, status: str) -> None:
-        """Note the end."""
         self._write({"finish": status})
 
     def _write(self, line: dict[str, Any]) -> None:
