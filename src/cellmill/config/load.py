@@ -72,8 +72,8 @@ INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:
     """Runs, in which `init_from` supplies the sections of model and tokens that do not match the parent's.
 
-    A key that the run itself sets (`own`) stays. A section that suits the model already stays as it is, so that an
-    option that is free, such as dropout, is that of the top.
+    Keys that the run itself sets (`own`) stay. A section that suits the model stays whole: free options, such as
+    dropout, are those at the top.
     """
     done: dict[str, Tree] = {}
 
@@ -115,10 +115,8 @@ def stored_sections(parent: str) -> Tree | None:
 
 
 def unequal_options(before: Mapping[str, Any], now: Mapping[str, Any], parent: Path | str = "") -> dict[str, str]:
-    """Options of a run that differ from the model `parent` that it starts from but must not, and a message on each.
-
-    Both are sections `model` and `tokens`, by name. Raises ValidationError.
-    """
+    """Options of the sections model and tokens that must equal those of the model `parent` to start from but differ,
+    and a message on each. Raises ValidationError."""
     model, new_model = (FamilyConfig.model_validate(sections["model"]) for sections in (before, now))
     tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
     bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values

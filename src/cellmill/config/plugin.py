@@ -136,10 +136,8 @@ class Plugin(Section):
 
 
 def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
-    """Validated `{name: options}` of several choices of a contract.
-
-    With `choice`, which gives the class of a choice, a choice may have any name, if its options have `contract.key`.
-    """
+    """Validated `{name: options}` of several choices of a contract; with `choice`, which gives the class of a choice, a
+    name may be any, if the options have `contract.key`."""
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")

@@ -61,11 +61,8 @@ class JobFiles:
         return section
 
     def options(self, stage: str) -> Callable[[Wildcards], str]:
-        """File of the options that `stage` reads, or of the values of a sweep.
-
-        It is named after its content, so that other options rerun the stage, and a job that waits in a queue reads
-        what it was submitted with.
-        """
+        """File of the options that `stage` reads, or of the values of a sweep, named after its content: other options
+        rerun the stage, and a job that waits in a queue reads what it was submitted with."""
 
         @one_line()
         def file(wildcards: Wildcards) -> str:

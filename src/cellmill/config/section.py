@@ -95,8 +95,7 @@ def summary(section: type[BaseModel]) -> str:
 def description(section: type[BaseModel], name: str) -> str:
     """Meaning, unit and default of a field: its `description`, or the text below it; of a part's name, its class's.
 
-    That text is read from the source code for help and documents alone; pydantic would do so for each class, at .2 s of
-    each start.
+    That text is read for help and documents alone; pydantic would read it at each start, in .2 s.
     """
     if name == getattr(section, "key", None):
         return summary(section)

@@ -46,10 +46,7 @@ _COLUMNS = {  # of results.csv, beside the axes
 
 
 class Sweep(Section):
-    """Runs that differ in the options of `over`, one for each combination of their values.
-
-    The run of a combination is called after the sweep and the values, such as `size-seed0-hidden128`.
-    """
+    """Runs for all combinations of values of the options in `over`, with names such as `size-seed0-hidden128`."""
 
     run: dict[str, Any] = Field(description="Shared by all its runs: `corpus`, and any key of a run.")
     over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(min_length=1)
@@ -78,13 +75,14 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             if run in runs or run in taken:
                 raise ConfigError(f"{where}: two runs are called {run}; give one of its values another name")
             runs[run] = dict(mapping(sweep.get("run"), f"{where}.run"))
-            for option, value in (change for _, options in combination for change in options.items()):
-                *sections, key = str(option).split(".")
-                at = runs[run]
-                for section in sections:
-                    at[section] = dict(mapping(at.get(section) or {}, f"{where}.run.{section}"))
-                    at = at[section]
-                at[key] = value
+            for _, options in combination:
+                for option, value in options.items():
+                    *sections, key = str(option).split(".")
+                    tree = runs[run]
+                    for section in sections:
+                        tree[section] = dict(mapping(tree.get(section) or {}, f"{where}.run.{section}"))
+                        tree = tree[section]
+                    tree[key] = value
             shown = {axis: _shown(axis, label, options) for axis, (label, options) in zip(axes, combination)}
             values.setdefault(name, {})[run] = shown
     return runs, values

@@ -58,11 +58,8 @@ class Tokens(Plugin):
         return False
 
     def fitted(self, quantiles: Sequence[float]) -> Self:
-        """These options with the values that are fitted to the corpus.
-
-        `quantiles` are those of its nonzero values log(1 + counts per 10,000), at equal steps of probability from 0 to
-        1; read where `needs_quantiles`.
-        """
+        """These options with values fitted to the corpus, where `needs_quantiles`: to quantiles of its nonzero values
+        log(1 + counts per 10,000), at equal steps of probability from 0 to 1."""
         return self
 
 
