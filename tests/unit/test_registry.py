@@ -1,7 +1,7 @@
 """Names of plug-ins: built-ins first, and one line where an installed package is broken."""
 
 from importlib.metadata import EntryPoint
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
@@ -15,8 +15,7 @@ from cellmill.errors import ConfigError
 class Good(TaskConfig):
     """Options of a task as a package has them."""
 
-    implementation: ClassVar[str] = "json:JSONDecoder"
-
+    implementation = "json:JSONDecoder"
     name: Literal["good"] = "good"
 
 
@@ -25,8 +24,7 @@ class Unset(TaskConfig):
 
 
 class Absent(Good):
-    implementation: ClassVar[str] = "cellmill.no_such_module:Task"
-
+    implementation = "cellmill.no_such_module:Task"
     name: Literal["absent"] = "absent"  # type: ignore[assignment]
 
 
