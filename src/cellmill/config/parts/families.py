@@ -30,7 +30,7 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
 
     implementation = "cellmill.models.families.encoder:EncoderModel"
     value_kinds = ("class", "scalar", "place")
-    objectives = (
+    objectives: ClassVar[tuple[str, ...]] = (
         *("cell_decoding", "denoise", "query_decoding"),
         *("masked_value", "masked_gene", "supervised_contrastive"),
     )

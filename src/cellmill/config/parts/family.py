@@ -101,7 +101,7 @@ class ResidualConfig(FamilyConfig):
 class TransformerConfig(ResidualConfig):
     """Architecture of a stack of transformer blocks."""
 
-    weight_keys = ("family", "hidden", "layers", "heads", "ffn_width")
+    weight_keys: ClassVar[tuple[str, ...]] = ("family", "hidden", "layers", "heads", "ffn_width")
 
     size: SizeName | None = Field(None, exclude=True)
     """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
