@@ -49,8 +49,7 @@ showcase: install .scvi/installed
 # packages that .venv has, torch above all, are read from there
 .scvi/installed: $(STAMP)
 	$(PYTHON) -m venv .scvi
-	$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' \
-	    > "$$(.scvi/bin/python -c 'import site; print(site.getsitepackages()[0])')/packages_of_venv.pth"
+	$(call LINK_PACKAGES,$(BIN)/python,.scvi/bin/python)
 	.scvi/bin/pip install --quiet --disable-pip-version-check scvi-tools==1.4.2
 	touch $@
 
@@ -95,9 +94,13 @@ install: $(STAMP)
 
 # without torch in the wheelhouse: .venv sees PYTHON's own packages too, also where PYTHON is of a virtual environment
 SITE := $(if $(WHEELHOUSE),$(if $(wildcard $(WHEELHOUSE)/torch-*.whl),,yes))
+define LINK_PACKAGES
+$(1) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+	    > "$$($(2) -c 'import site; print(site.getsitepackages()[0])')/packages.pth"
+endef
+
 define LINK_SITE
-$(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
-	    > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/packages_of_python.pth"
+$(call LINK_PACKAGES,$(PYTHON),$(BIN)/python)
 @$(BIN)/python -c 'import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("$(PYTHON) and $(WHEELHOUSE) have no torch: set PYTHON to a Python that has it")'
 endef
 
