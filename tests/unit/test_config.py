@@ -197,6 +197,7 @@ WRONG = {
         "runs.demo: parallel.schedule ZBV splits the backward pass, which compile fuses; set compile to no"
     ),
     "shard: {val_frac: 0.6, test_frac: 0.5}": "shard: val_frac + test_frac = 1.1 leaves no cells for training",
+    "shard: {val_frac: 0.1, test_frac: 0.9}": "shard: val_frac + test_frac = 1 leaves no cells for training",
     "runs: {demo: null}": "runs.demo.corpus: is missing",
     "runs: {demo: {corpus: lung}}": "runs.demo.corpus: no corpus 'lung'; there are: pbmc",
     "runs: {demo: {corpus: pbmc, init_from: big}}": (

@@ -141,17 +141,27 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
         np.testing.assert_array_equal(changed.X.toarray(), dense)
 
 
-def test_cells_of_one_value_of_a_column_stay_in_one_split(tmp_path: Path) -> None:
-    fractions = {"val_frac": 0.1, "test_frac": 0.3}
+@pytest.mark.parametrize(
+    ("options", "n_donors"),
+    [
+        ({"val_frac": 0.1, "test_frac": 0.3}, {"train": 6, "val": 1, "test": 3}),
+        ({"train_values": ["d3"], "val_frac": 0.1, "test_frac": 0.9}, {"train": 1, "val": 1, "test": 8}),
+    ],
+    ids=["by fractions", "all but d3 held out"],
+)
+def test_cells_of_one_value_of_a_column_stay_in_one_split(
+    tmp_path: Path, options: dict[str, Any], n_donors: dict[str, int]
+) -> None:
     manifest = write_corpus(
-        tmp_path, 200, obs={"donor": [f"d{i % 10}" for i in range(200)]}, split_by="donor", **fractions
+        tmp_path, 200, obs={"donor": [f"d{i % 10}" for i in range(200)]}, split_by="donor", **options
     )
     donors = {
         name: {donor for shard in split.shards for donor in ad.read_h5ad(manifest.shard_path(shard)).obs["donor"]}
         for name, split in manifest.splits.items()
     }
-    assert {name: len(own) for name, own in donors.items()} == {"train": 6, "val": 1, "test": 3}
+    assert {name: len(own) for name, own in donors.items()} == n_donors
     assert len(set.union(*donors.values())) == 10
+    assert {*options.get("train_values", [])} <= donors["train"]
 
 
 @pytest.mark.parametrize(
