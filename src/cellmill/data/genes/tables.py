@@ -66,7 +66,8 @@ def gene_table(organism: str) -> GeneTable:
             if biotype == "protein_coding":
                 coding.append(gene)
             # C1orf159 is often spelled C1ORF159
-            capitals = "|".join(n.upper() for n in (symbol, *previous.split("|")) if _OPEN_FRAME.fullmatch(n))
+            frames = filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
+            capitals = "|".join(frames).upper()
             for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
                 for name in names.split("|") if names else ():
                     ids[kind][name] = gene if ids[kind].get(name, gene) == gene else ""
