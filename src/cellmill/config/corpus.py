@@ -87,7 +87,7 @@ class Shard(Section):
 
     cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
     split_by: str | None = None
-    """obs column, or `dataset`, whose values stay together, such as donor; null keeps cells of the same counts so."""
+    """obs column, such as donor, or `dataset`: cells of one value stay together; null keeps equal cells together."""
     train_values: list[str] = Field([])
     """Values of split_by for training alone, such as the control; the fractions apply to the other values."""
     val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")

@@ -39,7 +39,8 @@ class Parallel(Section):
     """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32: several times faster,
     with three decimal digits. No effect on other devices. Not tested on a GPU."""
     activation_checkpointing: Literal["full", "selective"] | None = None
-    """full recomputes blocks in the backward pass; selective all but matrix products and attention; null nothing."""
+    """full recomputes each block in the backward pass, to save memory; selective recomputes all but matrix products and
+    attention; null keeps all activations."""
     compile: bool = False
     """torch.compile of each block, attention excluded: faster on a GPU after minutes of compilation, with less memory
     than planned. Needs a C++ compiler on the training machine."""

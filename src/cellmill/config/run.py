@@ -39,7 +39,8 @@ class Stream(Section):
     """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; with labelled_frac
     as a multiple of the mean over all cells with a value."""
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps from weight_start_exponent to weight_exponent, linearly; each epoch has the weights of its first step."""
+    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent; each epoch has the
+    weights of its first step. 0 starts with the latter."""
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
     """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values equally."""
     io_threads: int = Field(4, ge=1)
@@ -131,7 +132,8 @@ class Train(Section):
     objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART."""
     best_mode: Literal["min", "max"] = Field("min", description="Whether a smaller or a larger best_metric is better.")
     early_stop_patience: int | None = Field(None, ge=1)
-    """Validations in a row without a better best_metric after which the run ends, and, if raised, continues."""
+    """Validations in a row without a better best_metric after which the run ends; a higher value continues it. null
+    trains to the last step."""
     early_stop_min_delta: float = Field(0.0, ge=0)
     """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
@@ -142,7 +144,8 @@ class Train(Section):
     say, such as those from which other runs branch (trunk_step)."""
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(None, min_length=2, max_length=2)
-    """First and last step (from 1) of a torch profiler trace, with a GPU's memory, in train/profile/ of the run."""
+    """First and last step (from 1) to profile: a torch profiler trace, and on a GPU a memory snapshot, in
+    train/profile/ of the run; null profiles none."""
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +190,8 @@ class Embed(Section):
     """Minimum fraction of a dataset's counts in genes of the model's vocabulary."""
     # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
     min_expressed_frac: float = Field(0.01, ge=0, le=1)
-    """Minimum fraction of the model's genes, weighted by their training cells, in a dataset; below .5 it warns."""
+    """Minimum fraction of the model's genes that a dataset measures, each weighted by the number of training cells that
+    express it; below one half there is a warning."""
 
 
 class Predict(Section):

@@ -357,7 +357,7 @@ def run_task(task: Task, context: Context) -> TaskResult:
     try:
         result = task.run(context)
     except Skipped as skipped:
-        return TaskResult([], None, [], skipped.numbers, str(skipped))
+        return TaskResult([], None, [], skipped.numbers, skipped=str(skipped))
     return result if context.supervised is None else _named_supervised(result, context.supervised)
 
 
