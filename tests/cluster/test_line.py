@@ -18,6 +18,7 @@ from tests.cluster.launched import cellmill
 from tests.cluster.rig import Rig
 from tests.distributed.command import wait_for
 from tests.workflow.conftest import REPOSITORY, Project, make_project
+from tests.workflow.test_published import EXAMPLE, KINDS, check_run, make_example
 
 SECRET = "planted-key-of-a-tracker"
 
@@ -65,7 +66,7 @@ def write_profile(folder: Path, rig: Rig) -> None:
         "default-resources": {"slurm_partition": "cpu", "mem_mb": 1500, "runtime": 10},
     }
     resources = profile["set-resources"]
-    for stage in ("preprocess", "shard", "embed", "evaluate"):
+    for stage in ("preprocess", "shard", "import", "embed", "predict", "evaluate"):
         resources[stage] = {"mem_mb": 1500, "runtime": 10}
     resources["plan"] |= {"nodes": "2", "nproc_per_node": 2, "device": "cpu"}
     resources["train"] |= {
@@ -136,6 +137,25 @@ def test_a_secret_in_the_environment_is_written_to_no_file(line: tuple[Project, 
 def test_the_same_command_finds_nothing_to_do_on_another_machine(line: tuple[Project, str]) -> None:
     project, _ = line
     assert project.jobs("--set-resources", "train:nproc_per_node=1", "train:runtime=7", profile="profiles/local") == {}
+
+
+@pytest.mark.full
+def test_published_folders_lead_to_predictions_by_jobs(rig: Rig, tmp_path: Path) -> None:
+    project, command = make_example(tmp_path / "example")
+    write_profile(project.folder / "profiles" / "slurm", rig)
+    checks = ("preflight", "--profile", "slurm", "--config", EXAMPLE, "--no-job")
+    lines = cellmill(rig, *checks, cwd=project.folder).splitlines()
+    for stage, cpus in (("import", 1), ("predict", 8)):
+        assert f"ok  stage {stage}: fits cpu, 10 min, 1500 MB, {cpus} CPU" in "\n".join(lines), lines
+    printed = run(project, rig, *command)
+    for stage in ("import", "predict"):
+        jobs = re.findall(rf"SLURM jobid \d+ \(log: .*/rule_{stage}/", printed)
+        assert len(jobs) == len(KINDS), printed
+    for kind in KINDS:
+        check_run(project.folder, kind)
+        job = project.folder / "results" / "runs" / kind / "train" / "jobs" / "001"
+        attempt = json.loads((job / "attempt-000.json").read_text())
+        assert (attempt["hosts"], attempt["processes"]) == (["node1", "node2"], 4)
 
 
 @pytest.mark.full

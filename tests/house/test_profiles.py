@@ -13,8 +13,8 @@ import yaml
 from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.config.section import description
-from cellmill.preflight.checks import DECLARED, ON_A_GPU, THREADS_ON_A_GPU
-from tests.house.rules import RULES, directive
+from cellmill.preflight.checks import DECLARED, THREADS
+from tests.house.rules import RULES, ZOO, directive
 from tools.shipped_profiles import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,10 +87,10 @@ def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() 
 
 def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
     declared = {}
-    for name, body in RULES.items():
+    for name, body in (RULES | ZOO).items():
         if name not in HERE:
             resources = re.findall(r"(mem_mb|runtime)=sized\((\d+)(?:, (\d+))?\)", directive(body, "resources"))
             declared[name] = {key: (int(base), int(per) if per else None) for key, base, per in resources}
-            threads = re.findall(r"^    threads: (\d+)", body, re.M)
-            assert threads == [str(THREADS_ON_A_GPU)] * (name in ON_A_GPU), name
+            [threads] = re.findall(r"^    threads: (\d+)", body, re.M) or [1]
+            assert int(threads) == THREADS.get(name, 1), name
     assert declared == DECLARED

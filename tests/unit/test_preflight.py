@@ -625,9 +625,12 @@ def test_each_stage_is_checked_against_its_partition(
     refuse = f'case "$*" in {too_much}) echo "{UNAVAILABLE}" >&2; exit 1;; esac'
     sbatch.write_text(sbatch.read_text().replace("#!/bin/sh", f"#!/bin/sh\n{refuse}"))
     given = Path("config.yaml").read_text()
-    Path("config.yaml").write_text(f"{given}evaluate: {{external: {{a: {{command: 'run {{cells}} {{out}}'}}}}}}\n")
+    external = "{a: {command: 'run {cells} {out}'}, b: {preset: scvi}}"
+    Path("config.yaml").write_text(f"{given}shard: {{jobs: 2}}\nevaluate: {{external: {external}}}\n")
     code, lines, last = preflight("profiles/one", "--no-job")
     most = "mem_mb: 16000 at most, cpus_per_task: 8 at most"
+    refused = f"no  stage {{stage}}, start: sbatch refuses cpu, 240 min, 32000 MB, 4 CPUs: {UNAVAILABLE}; "
+    refused += f"set-resources: {{stage}}: {most}"
     assert [line for line in lines if "stage" in line] == [
         f"?   stage preprocess, attempt 3, start: sbatch refuses cpu, 120 min, 18000 MB, 1 CPU: {UNAVAILABLE}; "
         f"set-resources: preprocess: {most}",
@@ -642,18 +645,19 @@ def test_each_stage_is_checked_against_its_partition(
         "cpu, gpu, new, short",
         "no  stage embed, time limit: partition gpu (scontrol) allows 2880 min, requested: 4320; set-resources: embed: "
         "runtime: 2880",
-        *(
-            f"no  stage {stage}, start: sbatch refuses cpu, 240 min, 32000 MB, 4 CPUs: {UNAVAILABLE}; set-resources: "
-            f"{stage}: {most}"
-            for stage in ("embed_external", "predict", "knock_out")
-        ),
+        *(refused.format(stage=stage) for stage in ("embed_external", "predict", "knock_out")),
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
+        refused.format(stage="zoo"),
     ]
-    assert (code, last) == (2, "cellmill preflight: no go: 8 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")
+    Path("config.yaml").write_text(given)
+    _, lines, _ = preflight("profiles/one", "--no-job")
+    unused = ("divide", "shard_part", "embed_external", "zoo", "predict_changes", "import", "teach")
+    assert not [line for line in lines if re.match(f"..  stage ({'|'.join(unused)})", line)]
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     code, lines, last = preflight("profiles/one", "--no-job")
     assert (
         "no  stages' Python: /my env/bin/python: a job of a stage cannot start a Python whose path has spaces"
         in "".join(lines)
     )
-    assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")
+    assert (code, last) == (2, "cellmill preflight: no go: 7 reasons")

@@ -106,32 +106,37 @@ def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dr
 
 @pytest.mark.full
 def test_the_example_leads_from_published_folders_to_predictions_in_one_command(tmp_path: Path) -> None:
-    try:
-        demo_stage.demo(out=tmp_path / "data" / "demo" / "pbmc68k.h5ad")
-    except DataError as error:  # no scanpy, with which these cells come: an extra
-        pytest.skip(str(error))
-    cells = ad.read_h5ad(tmp_path / "data" / "demo" / "pbmc68k.h5ad")
-    genes = sorted({gene for gene in map_genes(list(cells.var_names), cells.var, "human").gene_ids if gene})
-    geneformer_folder(tmp_path / "published" / "geneformer", genes[:-5], "V2", positions=96)
-    scgpt_folder(tmp_path / "published" / "scgpt", list(cells.var_names)[:-5])
-    shutil.copytree(REPOSITORY / "config" / "examples", tmp_path / "config" / "examples")
-    project = Project(tmp_path)
-    made = ["results/report/index.html", *(f"results/runs/{kind}/predictions/query.h5ad" for kind in KINDS)]
-    command = ["--configfile", EXAMPLE, "--replace-workflow-config", *made]
+    project, command = make_example(tmp_path)
     project.ran(*command)
     for kind in KINDS:
-        _check_run(project.folder, kind)
+        check_run(project.folder, kind)
     page = (project.folder / "results/report/index.html").read_text()
     assert all(name in page for name in ("PCA50", "all genes", *KINDS))
     assert project.jobs(*command) == {}
-    weights = tmp_path / "published" / "scgpt" / "best_model.pt"
+    weights = project.folder / "published" / "scgpt" / "best_model.pt"
     changed = torch.load(weights, weights_only=True)
     torch.save({name: tensor * 1.01 for name, tensor in changed.items()}, weights)
     again = ["import", "vocabulary", "shard", "plan", "train", "consolidate", "embed", "predict", "evaluate", "report"]
     assert project.jobs(*command) == dict.fromkeys(again, 1)
 
 
-def _check_run(folder: Path, kind: str) -> None:
+def make_example(folder: Path) -> tuple[Project, list[str]]:
+    """The example's project with the demo's cells and two small published folders, and the words of its command."""
+    try:
+        demo_stage.demo(out=folder / "data" / "demo" / "pbmc68k.h5ad")
+    except DataError as error:  # no scanpy, with which these cells come: an extra
+        pytest.skip(str(error))
+    cells = ad.read_h5ad(folder / "data" / "demo" / "pbmc68k.h5ad")
+    genes = sorted({gene for gene in map_genes(list(cells.var_names), cells.var, "human").gene_ids if gene})
+    geneformer_folder(folder / "published" / "geneformer", genes[:-5], "V2", positions=96)
+    scgpt_folder(folder / "published" / "scgpt", list(cells.var_names)[:-5])
+    shutil.copytree(REPOSITORY / "config" / "examples", folder / "config" / "examples")
+    targets = ["results/report/index.html", *(f"results/runs/{kind}/predictions/query.h5ad" for kind in KINDS)]
+    return Project(folder), ["--configfile", EXAMPLE, "--replace-workflow-config", *targets]
+
+
+def check_run(folder: Path, kind: str) -> None:
+    """Check that a run of the example continues from its published folder, and that its predictions are its model's."""
     published = PublishedFolder(kind, Path("published") / kind)
     run, imported = folder / "results" / "runs" / kind, folder / published.model
     assert main(["import", kind, str(folder / published.folder), "--out", str(folder / "by hand" / kind)]) == 0

@@ -99,10 +99,13 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
     if facts:
         if parsed.options.get("executor") == "slurm":
-            sections = [run.evaluate for run in runs.values()]
+            models = [model for run in runs.values() for model in run.evaluate.external.values()]
+            corpora = pipeline.corpora.values() if isinstance(pipeline, Workflow) else ()
             needed = {
-                "embed_external": any(model.command for section in sections for model in section.external.values()),
-                "predict_changes": any("perturbation" in section.tasks for section in sections),
+                **dict.fromkeys(("divide", "shard_part"), any(corpus.shard.jobs > 1 for corpus in corpora)),
+                "embed_external": any(model.command for model in models),
+                "zoo": any(model.preset for model in models),
+                "predict_changes": any("perturbation" in run.evaluate.tasks for run in runs.values()),
                 "import": any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()),
                 "teach": any(run.teacher for run in runs.values()),
             }

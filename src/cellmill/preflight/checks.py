@@ -203,10 +203,11 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
+    "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }
 """Stages that are jobs of their own, and what their rules declare: a number for the smallest input and the MB of input
 that add 1 to it, both times the attempt. default-resources lie under it, set-resources over."""
-THREADS_ON_A_GPU = 4  # CPU cores of such a rule; the others have 1
+THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
@@ -252,8 +253,7 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     What depends on the input files is unknown here, and left out."""
     options, path = profile.options, profile.path
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
-    threads = THREADS_ON_A_GPU if stage in ON_A_GPU else 1
-    known = {"attempt": attempt, "threads": threads if given is None else given.value}
+    known = {"attempt": attempt, "threads": THREADS.get(stage, 1) if given is None else given.value}
     resources = _evaluated(entries_of(options, "default-resources", path), known)
     resources |= {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
     own = entries_of(options, "set-resources", path, stage)
