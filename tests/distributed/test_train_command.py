@@ -125,11 +125,29 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
     log = run.end(-signal.SIGKILL)
     assert len(re.findall(r"going on from step [1-9]\d*0\n", log)) == 2
     assert "starting all again from the last checkpoint, restart 1 of 2\n" in log
-    assert "a process was lost (its agent ended with signal 9): starting all again" in log
+    assert "a process was lost (signal 9): starting all again" in log
     assert not (run.out / "status.json").exists()
     run.train(given, nodes=2)
     assert run.losses == whole.losses
     assert run.read("status.json")["best_val_loss"] == whole.read("status.json")["best_val_loss"]
+
+
+def test_a_single_process_has_no_agent_starts_again_when_killed_and_saves_when_its_command_is(
+    run: Run, whole: Run
+) -> None:
+    given = options(train={"steps": 120, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000})
+    whole.train(given)
+    run.start(given, until=5, max_restarts=1)
+    assert run.worker().ppid() == run.process.pid
+    run.worker().kill()
+    run.wait_for_start(2)
+    run.wait_for_step(10)
+    run.process.kill()
+    assert "a process was lost (signal 9): starting all again" in run.end(-signal.SIGKILL)
+    state = run.read("state.json")
+    assert (state["state"], (run.out / f"checkpoints/step-{state['step']:08}").exists()) == ("stopped", True)
+    assert f"going on from step {state['step']}\n" in run.train(given)[0]
+    assert run.losses == whole.losses
 
 
 @pytest.mark.full

@@ -1,8 +1,9 @@
 """The processes of a job: the torchrun agent of each node, as every launcher starts it, restarts, and jobs run here.
 
-A job on this machine has one torchrun agent per node, so that a layout of several nodes can be tried on one machine.
-Agents run in a session of their own: Ctrl-C reaches only this process, which forwards signals to the *workers*. They
-save and exit, and the agents with them. When this process dies, the kernel ends the agents, and they end their workers.
+A job on this machine has one torchrun agent per node, so that a layout of several nodes can be tried on one machine. A
+single process has none: it would take two seconds to import torch. Agents run in a session of their own: Ctrl-C reaches
+only this process, which forwards signals to the *workers*. They save and exit, and the agents with them. When this
+process dies, the kernel ends the agents, and they end their workers.
 """
 
 import os
@@ -23,6 +24,7 @@ from cellmill.launch.signals import STOP_SIGNALS, Interrupted, children, die_wit
 
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as torchrun sets them
 ERROR_FILE = "CELLMILL_ERROR_FILE"  # variable of the agent: file for the line of a process that knows why it failed
 NODE_LOG = "CELLMILL_NODE_LOG"  # of a cluster job's agent and workers: file for tracebacks and messages of torchrun
 
@@ -96,7 +98,7 @@ class Restarts:
         self.done += 1
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         print(
-            f"a process was lost (its agent ended with {ended}): starting all again from the last checkpoint, restart "
+            f"a process was lost ({ended}): starting all again from the last checkpoint, restart "
             f"{self.done} of {job.max_restarts}",
             flush=True,
         )
@@ -104,21 +106,26 @@ class Restarts:
 
 
 def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
-    """Run `job` with the restarts it allows; return the first non-zero exit code of an agent, or 0.
+    """Run `job` with the restarts it allows; return the first non-zero exit code of an agent or single process, or 0.
 
-    The agents inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them has ended.
+    They inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them has ended.
     `check` is called each second; what it raises ends the processes. Raises Interrupted if signals ended it before its
     state was saved.
     """
     agents: list[subprocess.Popen[bytes]] = []
     signals, restarts = 0, Restarts(job)
-    environment = agent_environment(job.nodes * job.nproc_per_node, job.nodes * job.cores, job.error_file)
+    processes = job.nodes * job.nproc_per_node
+    environment = agent_environment(processes, job.nodes * job.cores, job.error_file)
+    command = job.command() if processes > 1 else [sys.executable, "-m", job.module, *job.arguments]
+
+    def workers_of(agent: subprocess.Popen[bytes]) -> list[int]:
+        return children(agent.pid) if processes > 1 else [agent.pid]
 
     def forward(number: int, frame: object) -> None:
         nonlocal signals
         signals += 1
         for agent in agents:
-            workers = children(agent.pid)
+            workers = workers_of(agent)
             if signals > 1:
                 signal_all([*workers, agent.pid], signal.SIGKILL)  # second signal: at once, without saving
             else:
@@ -128,7 +135,7 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
         check()
         if signals == 1:  # workers that had not started when the signal came
             for agent in agents:
-                signal_all(children(agent.pid), signal.SIGTERM)
+                signal_all(workers_of(agent), signal.SIGTERM)
 
     try:
         with handled_by(forward):
@@ -136,8 +143,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 agents.clear()
                 secret = secrets.token_hex(32)
                 for node in range(job.nodes):  # one by one: a signal reaches those that have been started
-                    place = Rendezvous(secret, node, job.nodes, LOOPBACK).environment()
-                    agents.append(started(job.command(), keep_open, environment | place))
+                    place = Rendezvous(secret, node, job.nodes, LOOPBACK).environment() if processes > 1 else SINGLE
+                    agents.append(started(command, keep_open, environment | place))
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break

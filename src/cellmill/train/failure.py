@@ -160,12 +160,14 @@ class HangWatch:
         self.passed += 1
 
     def start(self, timeout_s: float, end: Callable[[str], None]) -> None:
-        """Start the thread; it calls `end` with a line that names the hung rank. Needs torchrun, and no group yet."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # a connection of its own: a blocking call holds the lock of torch's
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
-        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        arguments = (store, *(int(os.environ[name]) for name in names), timeout_s, end)
+        """Start the thread; it calls `end` with a line that names the hung rank. Needs no group yet."""
+        rank, world, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        store: dist.Store = dist.HashStore()
+        if world > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # a connection of its own: a blocking call holds the lock of torch's
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+        arguments = (store, rank, world, local_world, timeout_s, end)
         self._thread = threading.Thread(target=self._run, args=arguments, name="watch", daemon=True)
         self._thread.start()
 

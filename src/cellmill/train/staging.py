@@ -137,7 +137,7 @@ def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
 
 
 def agree(wanted: str, store: dist.Store) -> torch.device:
-    """Return this rank's device. Collective: every rank of torchrun, before there is a process group."""
+    """Return this rank's device. Collective: every rank, before there is a process group."""
     rank, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if wanted == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of what looks for GPUs later, too; CUDA has not started yet

@@ -1,10 +1,11 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun with the folder of the run, whose run.json has everything else, a file for the error line, and the
+Started by torchrun, or alone by `launch/job.py`, with the folder of the run, whose run.json has everything else, a file for the error line, and the
 device that the profile asks for (`Machine.wanted_device`).
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ Levels = Mapping[str, Sequence[str]]
 
 
 def main(path: Path, error_file: Path, wanted_device: str) -> None:
-    """Train in the folder of the run, `path`. Collective: every process that torchrun started."""
+    """Train in the folder of the run, `path`. Collective: every process of the job."""
     stop, watch = StopFlag(), HangWatch()
     record = read_json(path / "run.json")
     options = stored_options(record["options"], "run.json")
@@ -127,7 +128,8 @@ def build_trainer(
 def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torch.device:
     """Join the process group and return this rank's device. Raise UserError if GPUs are missing."""
     torch.manual_seed(0)  # unused: random numbers here are keyed by seed and position
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = next(rendezvous("env://", timeout=timeout))[0] if world > 1 else dist.HashStore()
     store.set_timeout(timeout)
     device = agree(wanted_device, store)
     group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world}
@@ -219,7 +221,8 @@ def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    # without an agent, which turns the end of its parent into SIGTERM, that end is a signal to save
+    die_with_parent(signal.SIGKILL if dist.is_torchelastic_launched() else signal.SIGTERM)
     run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         main(run_folder, error_file, sys.argv[3])
