@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quality import COLUMNS, DATASETS, MODELS, TASKS, cpu_seconds, repetitions, tasks_of
-from workflow_runs import SECTIONS, all_cpu_seconds, metrics_file, snakemake, write_config
+from quality import COLUMNS, DATASETS, MODELS, TASKS, repetitions, tasks_of, train_seconds
+from workflow_runs import SECTIONS, cpu_seconds, metrics_file, snakemake, write_config
 
 LENGTHS = (400, 800, 1600)
 DECAY = 0.2
@@ -90,11 +90,11 @@ def best(folder: Path, dataset: str, runs: list[str], features: str) -> list[flo
 
 def seconds(folder: Path, runs: list[str], trunks: list[str], steps: int) -> float:
     """CPU-seconds of stage train of a run of `steps`, mean over seeds: its own, and its part of the trunk's."""
-    own = statistics.fmean(cpu_seconds(folder, run) for run in runs)
+    own = statistics.fmean(train_seconds(folder, run) for run in runs)
     if runs == trunks:
         return own
     longest = int(trunks[0].rsplit("-", 2)[1])
-    shared = statistics.fmean(cpu_seconds(folder, run) for run in trunks)
+    shared = statistics.fmean(train_seconds(folder, run) for run in trunks)
     return own + shared * round((1 - DECAY) * steps) / longest
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         for steps in lengths
     }
     snakemake(folder, [metrics_file(run) for names in runs.values() for run in names], given.cores)
-    print(f"{all_cpu_seconds(folder) / 60:.0f} CPU-minutes of all stages\n")
+    print(f"{cpu_seconds(folder) / 60:.0f} CPU-minutes of all stages\n")
     print(f"| data | hidden | {' | '.join(map(str, [*lengths, *BASELINES]))} | enough |")
     print("|---" * (len(lengths) + 5) + "|")
     lines = []

@@ -7,8 +7,9 @@ written to `--out` (default: a temporary folder) and given to Snakemake, so a ta
 it stopped. Above the table stand the minutes of this call, and the CPU-minutes of all stages. Every figure is of
 held-out cells, from each run's metrics.json: accuracy of logistic regression (on standardised features or on features
 as they are, the better one) and of kNN on whole cells, with 5 training cells per class, at 10 % of the counts and with
-75 genes (trained on whole cells, and on cells of all levels), means over seeds. Baselines are the same for every model
-of a dataset; the first model's are shown. A model called supervised was trained with the labels of the training cells.
+75 genes (trained on whole cells, and on cells of all levels), and the correlation over cells of hidden genes with their
+predictions (by ridge or the model's decoder, and by kNN), means over seeds. Baselines are the same for every model of a
+dataset; the first model's are shown. A model called supervised was trained with the labels of the training cells.
 CPU seconds are those of stage `train`, start of Python included.
 
 The second table has, for each model and column, the best classifier on the embedding minus the best baseline under any
@@ -18,7 +19,6 @@ upper bound. With one seed the interval says nothing of other seeds.
 """
 
 import argparse
-import csv
 import json
 import platform
 import re
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from origin import commit
 from scipy.stats import t as student
-from workflow_runs import SECTIONS, all_cpu_seconds, metrics_file, seeded_runs, snakemake, write_config
+from workflow_runs import SECTIONS, cpu_seconds, metrics_file, seeded_runs, snakemake, write_config
 
 DATASETS: dict[str, dict[str, Any]] = {
     "pbmc68k": {"label": "bulk_labels", "preprocess": {"min_genes": 50}},
@@ -58,17 +58,20 @@ SUM = {"name": "sum", "parts": {"cell_decoding": {}, "masked_value": {"weight": 
 MODELS: dict[str, dict[str, Any]] = {
     "profile": {"model": PROFILE, "objective": DECODING, "train": ADAMW},
     "profile-thin": {"model": PROFILE, "objective": DECODING | {"view": "thin"}, "train": ADAMW},
-    "profile-drop": {"model": PROFILE, "objective": DECODING | {"view": "drop"}, "train": ADAMW},
     "profile-supervised": {"model": PROFILE, "objective": SUPERVISED, "train": ADAMW},
     "encoder0": {"model": ENCODER | {"layers": 0}, "objective": DECODING, "train": ADAMW | {"lr": 1e-2}},
     "encoder2": {"model": ENCODER, "objective": DECODING},
     "encoder2-nb": {"model": ENCODER, "objective": DECODING | {"likelihood": "nb"}},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "profile-drop": {"model": PROFILE, "objective": DECODING | {"view": "drop"}, "train": ADAMW},
     "encoder2-sum": {"model": ENCODER, "objective": SUM},
     "encoder2-masked-value": {"model": ENCODER, "objective": {"name": "masked_value"}},
     "encoder2-masked-gene": {"model": ENCODER, "objective": {"name": "masked_gene"}},
     "autoencoder": {"model": ENCODER | {"family": "autoencoder"}, "objective": {"name": "query_decoding"}},
     "autoregressive": {"model": ENCODER | {"family": "autoregressive"}, "objective": {"name": "next_gene"}},
 }
+"""Models that only `--models` names: the last four alone would take two thirds of the time, and are far behind."""
 TEACHER = "<run of>"  # stands before the name of a model: its run of the dataset with seed 0
 SMALL = PROFILE | {"hidden": 16}
 
@@ -85,13 +88,15 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "profile-by-encoder2": _student(PROFILE, "encoder2"),
 }
 """Models that only `--models` names, for docs/objectives.md, and with their teacher."""
-STEPS = {"profile": 400, "encoder0": 400}
-"""Optimizer steps by the first part of a model's name; 250 for models with attention, so that the table ends."""
+NAMED = MODELS | OTHERS | STUDENTS
+STEPS: dict[str, int | str] = {"profile": "auto", "encoder0": 400}
+"""Optimizer steps by the first part of a model's name; 250 for models with attention: the time of `profile` or more."""
 TASKS: dict[str, dict[str, Any]] = {
     "probe": {"seeds": 3, "neighbors": 5},  # some classes have fewer than 15 cells
     "few_shot": {"shots": [5], "draws": 5},
     "low_depth": {"count_fracs": [0.1], "repeats": 2},
     "missing_genes": {"genes": [75], "repeats": 2},
+    "imputation": {"seeds": 1},
 }
 COLUMNS = {
     "whole": ("probe", "accuracy"),
@@ -100,9 +105,12 @@ COLUMNS = {
     "10 % of counts, all levels": ("low_depth", "10 % of counts, trained on all levels"),
     "75 genes": ("missing_genes", "75 genes, shifted"),
     "75 genes, all levels": ("missing_genes", "75 genes, trained on all levels"),
+    "hidden genes": ("imputation", "Pearson by gene"),
 }
-CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "kNN": ("kNN",)}
-BASELINES = ("all genes", "PCA50 of the training cells", "PCA50")
+CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled", "ridge", "decoder"), "kNN": ("kNN",)}
+BASELINES = ("all genes", "PCA50 of the training cells", "PCA50", "PCA50 of visible genes", "rank-z genes, ANOVA")
+UNITS = {"imputation": "hidden_genes"}
+"""What the intervals of a task are over, of the figures in metrics.json; cells of the others."""
 Tasks = dict[str, Any]
 """Results of the tasks of one run on its dataset, from metrics.json."""
 
@@ -117,12 +125,13 @@ def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str],
         corpora[dataset] = {"table": "config/datasets.tsv", "datasets": [dataset], **sections}
         for model in models:
             own = {name: DATASETS[dataset].get(name, {}) for name in ("tokens", "evaluate")}
-            options = {"corpus": dataset, **own, **_of_dataset((MODELS | STUDENTS)[model], dataset)}
+            options = {"corpus": dataset, **own, **_of_dataset(NAMED[model], dataset)}
             steps = STEPS.get(model.partition("-")[0], 250)
-            runs |= seeded_runs(f"{dataset}-{model}", options, seeds, steps=steps, checkpoint_every_steps=steps)
-    train, evaluate = SECTIONS["train"] | {"optimizer": "muon"}, {"tasks": TASKS}
+            runs |= seeded_runs(f"{dataset}-{model}", options, seeds, steps=steps)
+    train = {"optimizer": "muon", "schedule": "wsd", "checkpoint_every_steps": 10_000, "val_every_steps": 400}
+    others = {"train": SECTIONS["train"] | train, "consolidate": {"checkpoint": "last"}, "evaluate": {"tasks": TASKS}}
     table = ["dataset\tpath\tcounts\tlabel", *rows]
-    write_config(folder, table, corpora=corpora, train=train, evaluate=evaluate, runs=runs)
+    write_config(folder, table, corpora=corpora, runs=runs, **others)
     return [metrics_file(run) for run in runs]
 
 
@@ -151,17 +160,15 @@ def repetitions(runs: list[Tasks], column: str) -> dict[str, np.ndarray]:
     return {name: np.array([table[name] for table in tables]) for name in tables[0] if tables[0][name] is not None}
 
 
-def cpu_seconds(folder: Path, run: str) -> float:
-    """CPU time of stage `train`, from Snakemake's benchmark file."""
-    with open(folder / "results" / "benchmarks" / "train" / f"{run}.tsv", newline="") as file:
-        return float(next(csv.DictReader(file, delimiter="\t"))["cpu_time"])
+def train_seconds(folder: Path, run: str) -> float:
+    return cpu_seconds(folder, "train", f"results/runs/{run}/train")
 
 
 def table(folder: Path, dataset: str, models: dict[str, list[Tasks]]) -> list[str]:
     """Rows of one dataset: baselines, then models."""
     lines = [row(dataset, name, next(iter(models.values())), name) for name in BASELINES]
     for model, runs in models.items():
-        seconds = statistics.median(cpu_seconds(folder, f"{dataset}-{model}-{seed}") for seed in range(len(runs)))
+        seconds = statistics.median(train_seconds(folder, f"{dataset}-{model}-{seed}") for seed in range(len(runs)))
         lines.append(row(dataset, f"{model}, untrained", runs, "untrained"))
         lines.append(row(dataset, f"**{model}**", runs, "embedding", f"{seconds:.0f}"))
     return lines
@@ -194,7 +201,7 @@ def cells_part(run: Tasks, column: str, own: str, other: str) -> tuple[float, in
     """Variance of the mean difference over cells, and the number of cells, in one run."""
     task, key = COLUMNS[column]
     entry = next(d for d in run[task]["differences"] if (d["column"], d["compared"], d["against"]) == (key, own, other))
-    return entry["cells_se"] ** 2, run[task]["figures"]["n_cells"]
+    return entry["cells_se"] ** 2, run[task]["figures"][UNITS.get(task, "n_cells")]
 
 
 def interval(differences: np.ndarray, cells: list[tuple[float, int]]) -> tuple[float, float, float]:
@@ -215,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
-    parser.add_argument("--models", nargs="+", choices=MODELS | STUDENTS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=NAMED, default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -225,7 +232,7 @@ def main() -> None:
     started = time.monotonic()
     snakemake(folder, targets, arguments.cores)
     minutes = (time.monotonic() - started) / 60
-    cpu_minutes = all_cpu_seconds(folder) / 60
+    cpu_minutes = cpu_seconds(folder) / 60
     print(f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`, commit {commit()}, {platform.machine()}")
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     titles = [f"{column}: {classifier}" for column in COLUMNS for classifier in CLASSIFIERS]

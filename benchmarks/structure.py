@@ -18,7 +18,7 @@ from typing import Any
 
 from origin import commit, machine
 from quality import DATASETS, MODELS
-from workflow_runs import Result, metrics_file, result, seeded_runs, snakemake, tables, write_config
+from workflow_runs import Result, cpu_seconds, metrics_file, result, seeded_runs, snakemake, tables, write_config
 
 BATCHES = {"cellbench": "batch", "papalexi": "batch"}
 TASKS: dict[str, dict[str, Any]] = {"clustering": {}, "integration": {"harmony": True}}
@@ -51,7 +51,7 @@ def seconds(folder: Path, run: str, dataset: str) -> str:
         whole = next(csv.DictReader(file, delimiter="\t"))
     embed = next(iter(found["throughput"]["rows"]))
     cells = found["probe"]["figures"]["n_cells"]
-    stage = f"{float(whole['s']):.0f} | {float(whole['cpu_time']):.0f}"
+    stage = f"{float(whole['s']):.0f} | {cpu_seconds(folder, 'evaluate', metrics_file(run)):.0f}"
     speed = f"{embed['cells per s']:,.0f} | {embed['peak memory, GB']:.2f}"
     return f"| {dataset} | {cells:,} | {speed} | {' | '.join(tasks)} | {stage} |"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quality import MODELS
-from workflow_runs import Result, all_cpu_seconds, metrics_file, result, seeded_runs, snakemake, verdicts, write_config
+from workflow_runs import Result, cpu_seconds, metrics_file, result, seeded_runs, snakemake, verdicts, write_config
 
 PAIRS: dict[str, dict[str, Any]] = {
     "CellBench, CEL-seq2 to Drop-seq": {
@@ -103,7 +103,7 @@ def main() -> None:
     folder, started = arguments.out or Path(tempfile.mkdtemp(prefix="transfer-")), time.monotonic()
     made = write_runs(folder, arguments.data, arguments.seeds)
     snakemake(folder, [metrics_file(run) for runs in made.values() for run in runs], arguments.cores)
-    minutes, cpu_minutes = (time.monotonic() - started) / 60, all_cpu_seconds(folder) / 60
+    minutes, cpu_minutes = (time.monotonic() - started) / 60, cpu_seconds(folder) / 60
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     results = {
         title: [result(folder, run, [*PAIRS[title]["parts"]][1], "transfer") for run in runs]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from warm import CPU, warm_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -48,13 +48,16 @@ def seeded_runs(name: str, options: dict[str, Any], seeds: int, **train: Any) ->
 
 
 def snakemake(folder: Path, targets: Sequence[str], cores: int) -> None:
-    """Make `targets` in `folder`, each stage on one core, as many at once as there are cores. Exits if it fails."""
+    """Make `targets` in `folder`, each stage on one core, as many at once as there are cores. Exits if it fails.
+
+    Stages are forked from one process, so Snakemake's benchmark files have their seconds, but not their CPU time.
+    """
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
     command += ["--cores", str(cores), "--scheduler", "greedy"]  # the default one takes a third of a core
     command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "predict=1", "--set-resources"]
     command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
-    log, environment = folder / "snakemake.log", os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file:
+    log = folder / "snakemake.log"
+    with open(log, "w") as file, warm_commands() as environment:
         done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         sys.exit(f"the workflow failed; see {log}")
@@ -72,10 +75,11 @@ def result(folder: Path, run: str, dataset: str, task: str) -> Result:
     return found  # type: ignore[no-any-return]
 
 
-def all_cpu_seconds(folder: Path) -> float:
-    """CPU time of all stages that were run in `folder`."""
-    files = (folder / "results" / "benchmarks").glob("*/*.tsv")
-    return sum(float(row["cpu_time"]) for file in files for row in csv.DictReader(file.open(), delimiter="\t"))
+def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
+    """CPU time of all commands in `folder`, or of a stage with this `--out`; without that of imports, but for train."""
+    with open(folder / CPU, newline="") as file:
+        rows = [*csv.reader(file, delimiter="\t")]
+    return sum(float(row[2]) for row in rows if row[:2] == [stage, out] or not stage)
 
 
 def row_table(results: dict[str, list[Result]]) -> list[str]:
