@@ -1,7 +1,7 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun, or alone by `launch/job.py`, with the folder of the run, whose run.json has everything else, a file for the error line, and the
-device that the profile asks for (`Machine.wanted_device`).
+Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose run.json has everything
+else, a file for the error line, and the device that the profile asks for (`Machine.wanted_device`).
 """
 
 import os
