@@ -1,6 +1,6 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose run.json has everything
+Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose run.json has all
 else, a file for the error line, and the device that the profile asks for (`Machine.wanted_device`).
 """
 
