@@ -63,7 +63,7 @@ def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellm
 def test_a_preset_has_a_pinned_environment_and_a_short_script(name: str) -> None:
     [body] = ZOO.values()
     assert "envs/zoo-{preset}.yaml" in directive(body, "conda")
-    assert "/zoo_{wildcards.preset}.py" in directive(body, "resources")
+    assert "zoo_{wildcards.preset}.py" in directive(body, "resources")
     interpolated(body)
     assert check_pinned(f"zoo_{name}.py", f"zoo-{name}.yaml")[3] == name
     assert len((WORKFLOW / "bridges" / f"zoo_{name}.py").read_text(encoding="utf-8").splitlines()) <= 60

@@ -1,6 +1,10 @@
 """The workflow outside its checkout: as a module, with another working folder, below a path with spaces."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ rule download:
 
 module cellmill:
     snakefile:
-        "%s"
+        %s
     config:
         config["cellmill"]
 
@@ -57,7 +61,8 @@ def spaced(tmp_path: Path) -> Path:
     return tmp_path / "my files" / "cell mill"
 
 
-def make_outer(folder: Path, cells: Path, snakefile: Path) -> Outer:
+def make_outer(folder: Path, cells: Path, snakefile: str) -> Outer:
+    """A workflow with the module at `snakefile`, a Python expression."""
     project = make_project(folder, cells)
     (folder / "data" / "sim.h5ad").unlink()
     config = folder / "config" / "config.yaml"
@@ -69,7 +74,7 @@ def make_outer(folder: Path, cells: Path, snakefile: Path) -> Outer:
 def test_another_workflow_uses_it_as_a_module_with_its_own_input_and_target(
     tmp_path: Path, cells: Path, spaced: Path
 ) -> None:
-    outer = make_outer(tmp_path / "outer project", cells, spaced / "workflow" / "Snakefile")
+    outer = make_outer(tmp_path / "outer project", cells, repr(f"{spaced}/workflow/Snakefile"))
     made = outer.ran(profile=None)
     assert jobs_in(made) == dict.fromkeys(["download", "cellmill_preprocess", "cellmill_vocabulary", "genes"], 1)
     assert int((outer.folder / "genes.txt").read_text()) > 100
@@ -80,7 +85,7 @@ def test_another_workflow_uses_it_as_a_module_with_its_own_input_and_target(
 def test_a_module_has_every_rule_and_the_machine_of_the_profile(
     tmp_path: Path, cells: Path, spaced: Path, snakefile: str
 ) -> None:
-    outer = make_outer(tmp_path / "outer", cells, spaced / snakefile)
+    outer = make_outer(tmp_path / "outer", cells, repr(f"{spaced}/{snakefile}"))
     target = "results/runs/tiny/bridges/sim.scib-metrics.json"
     shown = outer.snakemake("-n", "-p", "results/report/index.html", target, profile="profiles/slurm").stdout
     stages = ["preprocess", "vocabulary", "shard", "plan", "train", "consolidate", "embed", "evaluate", "report"]
@@ -92,6 +97,73 @@ def test_a_module_has_every_rule_and_the_machine_of_the_profile(
     refused = outer.snakemake("-n", profile=None)
     assert refused.returncode == 1
     assert "cellmill: config/config.yaml: unknown key 'trian'; did you mean 'train'?" in refused.stdout
+
+
+OVERRIDDEN = """
+
+use rule vocabulary from cellmill as cellmill_vocabulary with:
+    benchmark:
+        "benchmarks/{corpus}.tsv"
+"""
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Snakemake whose git finds this workflow, at tag v1, as github.com/owner/cellmill."""
+    repository = tmp_path / "repository"
+    for name in ("workflow", "envs"):
+        shutil.copytree(REPOSITORY / name, repository / name)
+    shutil.copy(REPOSITORY / "Snakefile", repository)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "all"], ["tag", "v1"]):
+        subprocess.run(["git", *words], cwd=repository, check=True)
+    redirected = {"GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf", "GIT_CONFIG_COUNT": "1"}
+    redirected["GIT_CONFIG_VALUE_0"] = "https://github.com/owner/cellmill"
+    return (
+        os.environ
+        | redirected
+        | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "GITHUB_TOKEN": "", "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_a_module_from_github_runs_with_a_rule_changed_and_one_added_and_has_the_scripts_of_other_packages(
+    tmp_path: Path, cells: Path, hosted: dict[str, str]
+) -> None:
+    outer = make_outer(tmp_path / "outer", cells, 'github("owner/cellmill", path="workflow/Snakefile", tag="v1")')
+    with open(outer.folder / "Snakefile", "a") as file:
+        file.write(OVERRIDDEN)
+    done = outer.snakemake(profile=None, environment=hosted)
+    assert done.returncode == 0, done.stdout
+    assert jobs_in(done.stdout) == dict.fromkeys(["download", "cellmill_preprocess", "cellmill_vocabulary", "genes"], 1)
+    assert int((outer.folder / "genes.txt").read_text()) > 100
+    assert (outer.folder / "benchmarks" / "sim.tsv").is_file()
+    assert not (outer.folder / "results" / "benchmarks" / "vocabulary").exists()
+    of_run = [f"results/runs/tiny/bridges/sim.{package}.json" for package in ("scib-metrics", "cz-benchmarks")]
+    of_corpus = [f"results/corpora/sim/zoo/{preset}/sim.h5ad" for preset in ("scvi", "harmony")]
+    shown = outer.snakemake("-n", "-p", *of_run, *of_corpus, profile=None, environment=hosted).stdout
+    scripts = re.findall(r"^Shell command: python (?:-W ignore )?(/\S+\.py) ", shown, re.M)
+    assert {Path(script).stem for script in scripts} == {"zoo_scvi", "zoo_harmony", "scib_bridge", "cz_bridge"}, shown
+    beside = {path.name for path in Path(scripts[0]).parent.iterdir()}
+    assert beside | {"cell_bridge.py", "cell2_bridge.py"} == {
+        path.name for path in (REPOSITORY / "workflow" / "bridges").glob("*.py")
+    }
+    for script in scripts:  # which end for want of their package, or of arguments
+        said = subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
+        assert re.search(r"cannot be imported by .*No module named '(scvi|harmonypy|scib_metrics|czb)|required: ", said)
+
+
+def test_scripts_of_a_module_in_a_local_git_repository_are_refused_before_anything_runs(
+    tmp_path: Path, cells: Path, hosted: dict[str, str]
+) -> None:
+    outer = make_outer(tmp_path / "outer", cells, repr(f"git+file://{tmp_path}/repository/workflow/Snakefile@v1"))
+    assert outer.snakemake("-n", profile=None, environment=hosted).returncode == 0
+    target = "results/corpora/sim/zoo/scvi/sim.h5ad"
+    refused = outer.snakemake("-n", target, profile=None, environment=hosted)
+    assert refused.returncode == 1
+    line = (
+        "ConfigError: zoo_scvi.py: git+file:// renames scripts, which import each other; give the path of the checkout"
+    )
+    assert line in refused.stdout
 
 
 @pytest.mark.parametrize("case", ["pretrain", "finetune", "sweep"])

@@ -2,8 +2,6 @@
 # changes of its perturbations. Each runs in an environment of its own, without cellmill: that of `--sdm conda`, the
 # Python that `bridges` of the configuration names, or the one that runs Snakemake.
 
-scripts = checkout / "workflow" / "bridges"  # which import each other
-
 
 rule scib_metrics:
     input:
@@ -22,7 +20,7 @@ rule scib_metrics:
     threads: 4
     resources:
         python=jobs.bridge_python("scib-metrics"),
-        script=f"{scripts}/scib_bridge.py",
+        script=lambda wildcards: script("scib_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=120,
     params:
@@ -49,7 +47,7 @@ rule cz_benchmarks:
     threads: 4
     resources:
         python=jobs.bridge_python("cz-benchmarks"),
-        script=f"{scripts}/cz_bridge.py",
+        script=lambda wildcards: script("cz_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=120,
     params:
@@ -73,7 +71,7 @@ rule cell_eval:
     threads: 4
     resources:
         python=jobs.bridge_python("cell-eval"),
-        script=f"{scripts}/cell_bridge.py",
+        script=lambda wildcards: script("cell_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=240,
     shell:
@@ -94,7 +92,7 @@ rule cell_eval2:
     threads: 4
     resources:
         python=jobs.bridge_python("cell-eval2"),
-        script=f"{scripts}/cell2_bridge.py",
+        script=lambda wildcards: script("cell2_bridge.py"),
         mem_mb=sized(16000, 3),
         runtime=240,
     shell:

@@ -68,6 +68,19 @@ def plan_machine(wildcards, resources):
         return plan_arguments(machines, wildcards.run, pipeline.runs[wildcards.run], resources)
 
 
+def script(name):
+    """Path of a script of workflow/bridges: in the checkout, or in Snakemake's cache, beside what scripts import."""
+    if (bridges := checkout / "workflow" / "bridges").is_dir():
+        return f"{bridges}/{name}"
+    imported = ("bridge_result.py", "embedded_cells.py", "missing.py", "perturbed_cells.py", "zoo_cells.py")
+    files = [workflow.source_path(f"../bridges/{each}") for each in (*imported, name)]
+    if not files[-1].endswith(".py"):
+        raise ConfigError(
+            f"{name}: git+file:// renames scripts, which import each other; give the path of the checkout"
+        )
+    return files[-1]
+
+
 def check_named_files():
     """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
     with one_line():

@@ -10,6 +10,7 @@ from cellmill.preflight.profile import Profile, machines_of_command
 
 is_main = workflow.is_main_process  # False in a job of a cluster, which parses the workflow again
 checkout = Path(str(workflow.current_basedir)).parents[1]
+checkout = checkout if checkout.is_dir() else Path()  # of a workflow at a URL: the working folder, for the image
 own = [] if workflow.config_settings.replace_workflow_config else ["config/config.yaml"]
 config_files = [*dict.fromkeys(map(os.path.relpath, [*workflow.configfiles, *filter(os.path.exists, own)]))]
 

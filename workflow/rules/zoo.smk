@@ -18,7 +18,7 @@ rule zoo:
     threads: 4
     resources:
         python=lambda wildcards: jobs.bridge_python(wildcards.preset),
-        script=lambda wildcards: f"{scripts}/zoo_{wildcards.preset}.py",
+        script=lambda wildcards: script(f"zoo_{wildcards.preset}.py"),
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     shell:
