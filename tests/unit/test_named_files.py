@@ -36,11 +36,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def checked(
     options: str = "", made: str = "", change: tuple[str, str] = ("", ""), **datasets: dict[str, object]
 ) -> str | None:
-    """Result of the check, or its error; of `change` in the configuration the second text stands for the first."""
+    """Its line on files that are gone, or its error; of `change` in the configuration the second text stands for the
+    first."""
     config = write_config(Path(), options, **(datasets or {"one": {"path": "data/raw.h5ad"}}))
     config.write_text(config.read_text().replace(*change))
     try:
-        return check_inputs(load_config(config), lambda path: path == made)
+        lines = check_inputs(load_config(config), lambda path: path == made)
+        return next((line for line in lines if "will be skipped" not in line), None)
     except UserError as error:
         return str(error)
 
@@ -77,6 +79,15 @@ def test_missing_files_of_another_model_are_named(project: Path) -> None:
     assert checked(options) is None
     missing = checked(change=("{corpus: c}", "{corpus: c, init_from: models/m}"))
     assert missing == "runs.r.init_from: models/m/model.safetensors: no such file"
+
+
+def test_tasks_without_a_label_are_named_once_for_all_runs(project: Path) -> None:
+    Path("data/b.h5ad").touch()
+    tasks = "evaluate: {tasks: {probe: {}, few_shot: {}, reconstruct: {}}}\nruns: {q: {corpus: c}, r: {corpus: c}}\n"
+    path = write_config(Path(), "", one={"path": "data/raw.h5ad"}, b={"path": "data/b.h5ad", "label": "kind"})
+    path.write_text(path.read_text().replace("runs: {r: {corpus: c}}\n", tasks))
+    line = "one: no label, so probe, few_shot will be skipped; fill column label of t.tsv"
+    assert check_inputs(load_config(path)) == [line]
 
 
 def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project: Path) -> None:

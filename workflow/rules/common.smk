@@ -84,9 +84,9 @@ def script(name):
 def check_named_files():
     """End if a file that the configuration names is missing. Snakemake would take outputs without it as they are."""
     with one_line():
-        gone = check_inputs(pipeline, is_made)
-    if gone is not None:
-        print(f"cellmill: {gone}", file=sys.stderr)
+        lines = check_inputs(pipeline, is_made)
+    for line in lines:
+        print(f"cellmill: {line}", file=sys.stderr)
 
 
 def repeat_reasons(log):

@@ -88,14 +88,15 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
 
 
 CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
-_SHOWN = 3  # missing datasets that a warning names
+_SHOWN = 3  # datasets that a line names
 
 
-def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda path: False) -> str | None:
+def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda path: False) -> list[str]:
     """Look for each file that options and tables name, and that no rule makes (`is_made` of a path).
 
-    Returns a line on datasets that are gone since their cells were made, which is fine, or None. Raises ConfigError or
-    DataError for a file that is missing, a FIFO, a socket or a device, or a package that is not installed.
+    Returns lines on what is allowed: datasets that are gone since their cells were made, and tasks that will be
+    skipped. Raises ConfigError or DataError for a file that is missing, a FIFO, a socket or a device, or a package that
+    is not installed.
     """
     packages = [
         (f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg")
@@ -115,8 +116,18 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
             fault = "no such file" if kind is None else f"expected a file, got a {kind}"
             raise ConfigError(f"{option}: {text}: {fault}")
     gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
-    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-    return f"used as they are, since their inputs are gone: {', '.join(gone[:_SHOWN])}{more}" if gone else None
+    lines = [f"used as they are, since their inputs are gone: {_first(gone)}"] if gone else []
+    for name, run in pipeline.runs.items():
+        table, evaluated = pipeline.datasets(run.corpus), pipeline.evaluated_on(name)
+        unlabelled = [dataset for dataset in evaluated if not table[dataset].labels]
+        if unlabelled and (tasks := [task for task, options in run.evaluate.tasks.items() if options.reads_label]):
+            fill = f"fill column label of {pipeline.corpora[run.corpus].table}"
+            lines.append(f"{_first(unlabelled)}: no label, so {', '.join(tasks)} will be skipped; {fill}")
+    return list(dict.fromkeys(lines))
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
