@@ -24,7 +24,7 @@ rule made:
     output:
         "made.txt",
     params:
-        seen=lambda wildcards: f"{is_main} {elsewhere()} {executes()} {config_files} {machines.trains}",
+        seen=lambda wildcards: f"{is_main} {elsewhere()} {executes()} {config_source} {machines.trains}",
         known=f"{is_made('made.txt')} {is_made('other.txt')} {checkout}",
     shell:
         "echo seen {params.seen:q} {params.known:q} made | tee {output:q}"
@@ -42,12 +42,13 @@ rule asked:
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (["-n"], "True False False ['config/config.yaml'] True"),
-        ([], "True False True ['config/config.yaml'] True"),
-        (["-n", "--configfile", "other.yaml"], "True False False ['other.yaml', 'config/config.yaml'] True"),
-        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False ['other.yaml'] True"),
+        (["-n"], "True False False config/config.yaml True"),
+        ([], "True False True config/config.yaml True"),
+        (["-n", "--configfile", "other.yaml"], "True False False other.yaml + config/config.yaml True"),
+        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False other.yaml True"),
+        (["--config", "one=1", "two=2", "-n"], "True False False config/config.yaml + --config True"),
     ],
-    ids=["dry", "run", "more", "replaced"],
+    ids=["dry", "run", "more", "replaced", "command"],
 )
 def test_each_name_means_what_is_said_of_it(project: Project, words: list[str], seen: str) -> None:
     (project.folder / "Snakefile").write_text(SEEN % REPOSITORY)

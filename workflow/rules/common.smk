@@ -1,5 +1,5 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
-# this file again. is_main, elsewhere, executes, is_made, machines, config_files, one_line: undocumented.smk.
+# this file again. is_main, elsewhere, executes, is_made, machines, config_source, one_line: undocumented.smk.
 import atexit
 import os
 import re
@@ -21,8 +21,8 @@ restarted = config.pop("restart", [])
 restarted = list(map(str, restarted if isinstance(restarted, list) else [restarted]))
 
 with one_line():
-    pipeline = check_config(config, " + ".join(config_files))
-    check_branches(pipeline, " + ".join(config_files))
+    pipeline = check_config(config, config_source)
+    check_branches(pipeline, config_source)
     jobs = JobFiles(pipeline, writes=executes)
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
