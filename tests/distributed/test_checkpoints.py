@@ -19,6 +19,7 @@ from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
+from tests.unit.limits import full_after
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +163,15 @@ def test_a_save_that_fails_is_an_error_of_the_run(alone: None, tmp_path: Path, m
     checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
     with pytest.raises(DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"):
         checkpoints.wait()
+
+
+def test_a_disk_that_is_full_amid_a_tensor_is_named(alone: None, tmp_path: Path) -> None:
+    model, checkpoints = torch.nn.Linear(1000, 100), Checkpoints(TrainFolder(tmp_path), 1)
+    checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
+    checkpoints.wait()
+    with full_after(50_000):
+        checkpoints.save(model, build_optimizer(model, Train(steps=1)), 4, {})
+        with pytest.raises(
+            DataError, match=r"of step 4 could not be written \(a file was cut off: the disk is full, or "
+        ):
+            checkpoints.wait()

@@ -30,5 +30,16 @@ def limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
+@contextmanager
+def full_after(n_bytes: int) -> Iterator[None]:
+    """No file grows beyond `n_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def _hang(number: int, frame: FrameType | None) -> None:
     raise HangError(f"no end within {SECONDS} s")

@@ -2,12 +2,10 @@
 
 import os
 import re
-import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import anndata as ad
@@ -16,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from limits import limited
+from limits import full_after, limited
 
 from cellmill.cli import main
 from cellmill.config.load import load_config
@@ -170,17 +168,6 @@ def test_missing_foreign_empty_and_truncated_files_and_repeated_names_are_named(
     for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
         cut.write_bytes(whole[: int(len(whole) * frac)])
         assert re.search(r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes; copy it again$", refusal(cut))
-
-
-@contextmanager
-def full_after(n_bytes: int) -> Iterator[None]:
-    """No file grows beyond `n_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(

@@ -1,7 +1,6 @@
 """Exported models: standard files and unchanged values; genes and labels that another model has or lacks; ONNX."""
 
 import json
-import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from cellmill.runs.identity import changed_keys, identity
 from tests.checks import refused
 from tests.models import genes_of, initialized, random_cells, spec, train_options
 from tests.unit.exported import SMALL, export_model, save_model
+from tests.unit.limits import full_after
 
 LEVELS = {"kind": ("a", "b")}
 
@@ -54,13 +54,9 @@ def _first(
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_file(tmp_path: Path) -> None:
-    path, limits = tmp_path / "model.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(DataError, match=rf"{path}: could not be written: .*File too large"):
-            write_tensors(path, {"matrix": torch.zeros(1000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    path = tmp_path / "model.safetensors"
+    with full_after(1000), pytest.raises(DataError, match=rf"{path}: could not be written: .*File too large"):
+        write_tensors(path, {"matrix": torch.zeros(1000)})
     assert list(tmp_path.iterdir()) == []
 
 

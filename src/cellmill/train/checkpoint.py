@@ -262,4 +262,6 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
     if failures:
         error = next(iter(failures.values()))[0]
+    if "unexpected pos" in str(error):  # torch's writer of zip files keeps no reason
+        return "a file was cut off: the disk is full, or a quota or limit of file size is reached"
     return " ".join(str(error).split())[:300] or type(error).__name__
