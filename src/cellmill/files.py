@@ -109,6 +109,11 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
                 path.unlink()
 
 
+def user_cache() -> Path:
+    """Folder of files of this user alone that can be made again; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
+
+
 def write_text(final: Path, text: str) -> None:
     with atomic_path(final) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -62,6 +62,18 @@ def rendered(*runs: Path) -> str:
     return render("r", [*map(read_run, runs)], [])
 
 
+def test_the_bundle_of_scripts_is_kept_for_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, read = figures.scripts()[0], figures.scripts.__wrapped__
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert read()[0] == bundle
+    [kept] = (tmp_path / "cellmill").iterdir()
+    assert kept.read_text() == bundle
+    kept.write_text("kept")
+    assert read()[0] == "kept"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # no folder: it is made anew and not kept
+    assert read()[0] == bundle
+
+
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own, scripts = without_scripts(page), figures.scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)

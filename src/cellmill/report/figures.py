@@ -9,9 +9,11 @@ import csv
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ import vl_convert
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from cellmill.files import atomic_path, write_text
+from cellmill.errors import DataError
+from cellmill.files import atomic_path, user_cache, write_text
 
 PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
@@ -76,7 +79,7 @@ class Figure:
     spec: dict[str, Any]  # Vega-Lite, without data
     canvas: bool = False  # thousands of marks: drawn as a bitmap
 
-    @property
+    @cached_property
     def keys(self) -> list[str]:
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
@@ -141,8 +144,16 @@ class Drawings:
 
 @cache
 def scripts() -> tuple[Markup, Markup]:
-    """Vega with vega-embed, and the page's own script."""
-    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+    """Vega with vega-embed, and the page's own script. The first takes two seconds to bundle, so it is kept for the
+    user: in a folder of several users, each could put scripts into the pages of the others."""
+    kept = user_cache() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        bundle = kept.read_text(encoding="utf-8")
+    except OSError:
+        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+        with suppress(OSError, DataError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_text(kept, bundle)
     return Markup(bundle), Markup(text_of("page.js"))
 
 

@@ -28,7 +28,7 @@ import fsspec
 from cellmill.config.datasets import check_url, is_url, redacted
 from cellmill.data.inputs.h5 import one_line
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
-from cellmill.files import digest, progress, read_json, sha256_file, write_json
+from cellmill.files import digest, progress, read_json, sha256_file, user_cache, write_json
 
 CACHE = "CELLMILL_CACHE"
 RECORD = ".fetched.json"
@@ -63,8 +63,7 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     if fragment and not match:
         raise ConfigError(f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing")
     wanted = match[1].lower() if match else None
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
-    folder = (cache or Path(os.environ.get(CACHE) or user)) / digest(address)[:16]
+    folder = (cache or Path(os.environ.get(CACHE) or user_cache())) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
     if (found := _complete(folder, address)) is None:
         with open(folder / "lock", "w") as lock:
