@@ -15,6 +15,7 @@ from cellmill.errors import DataError
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import CheckpointReader, Checkpoints, load_tensors
 from cellmill.train.optimizer import build_optimizer
+from cellmill.train.stored import load_whole
 from tests.distributed import cases
 from tests.distributed.conformance import LAYOUTS
 from tests.distributed.conftest import options
@@ -89,6 +90,13 @@ def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(h
     assert [*own.state_dict_metadata] == [name]
     assert own.state_dict_metadata[name].chunks == [first]
     assert [at.offset for at in own.storage_data] == [first.offsets]
+    by_dcp = {name: torch.zeros(of.size, dtype=of.properties.dtype) for name, of in whole.state_dict_metadata.items()}
+    by_bytes = {name: torch.ones_like(tensor) for name, tensor in by_dcp.items()}
+    load_tensors(tmp_path / "checkpoint", by_dcp)
+    load_whole(tmp_path / "checkpoint", by_bytes)
+    assert all(torch.equal(by_bytes[name], tensor) for name, tensor in by_dcp.items())
+    with pytest.raises(DataError, match=r"cannot be loaded \(ValueError: .*: expected \(7,\), got parts of .*damaged$"):
+        load_whole(tmp_path / "checkpoint", {name: torch.zeros(7)})
 
 
 OF_A = {"dtype": "float32", "size": [2], "offsets": [0], "sizes": [2], "file": [0]}
@@ -104,8 +112,9 @@ OF_A = {"dtype": "float32", "size": [2], "offsets": [0], "sizes": [2], "file": [
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'index.json'}: {reason}")):
-        load_tensors(tmp_path, {"a": torch.zeros(2)})
+    for load in (load_tensors, load_whole):
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'index.json'}: {reason}")):
+            load(tmp_path, {"a": torch.zeros(2)})
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from cellmill.models.export import fill_buffers, spec_of, write_model, write_ten
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import named_tensors, to_empty
 from cellmill.runs.folder import Checkpoint, TrainFolder
-from cellmill.train.checkpoint import CheckpointReader, load_tensors
+from cellmill.train.stored import load_whole, read_index
 
 PREFIX = "model."
 AVERAGE = "average."  # prefix of the average of trained weights, which is exported in their place
@@ -101,7 +101,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     """Load parameters and persistent buffers into `model`, on the CPU."""
     own = {name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
     tensors = {PREFIX + name: tensor for name, tensor in own.items()}
-    names = CheckpointReader(checkpoint.path).read_metadata().state_dict_metadata
+    names = read_index(checkpoint.path)
     saved = {name for name in names if name.startswith(PREFIX)}
     if differing := sorted(saved ^ tensors.keys()):
         raise DataError(
@@ -111,7 +111,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     averaged = [name for name in own if AVERAGE + name in names]
     tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in averaged}
     tensors |= {AVERAGE + name: own[name] for name in averaged}
-    load_tensors(checkpoint.path, tensors)
+    load_whole(checkpoint.path, tensors)
 
 
 def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:

@@ -35,16 +35,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
-from cellmill.files import read_json, sha256_file, write_json, write_text
+from cellmill.files import sha256_file, write_json, write_text
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import named_tensors
 from cellmill.parallel.mesh import gather_json
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
 from cellmill.train.optimizer import WeightAverage, state_of
-
-INDEX = "index.json"
+from cellmill.train.stored import INDEX, Stored, read_index
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:
@@ -66,46 +64,36 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
 
 
-def _read_index(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metadata:
-    path = folder / INDEX
-    if not path.exists():
-        raise DataError(f"{folder}: no {INDEX}; expected a checkpoint of this version, train the run again")
-    value, metadata = read_json(path), Metadata({}, storage_data={})
-    try:
-        files = [str(name) for name in value["files"]]
-        if wrong := [name for name in files if Path(name).name != name]:
-            raise ValueError(f"{wrong[0]!r} is elsewhere")
-        for name, entry in value["tensors"].items():
-            if tensors is None or name in tensors:
-                _add(metadata, name, entry, files, None if tensors is None else tensors[name])
-    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: not a checkpoint's index ({in_one_line(error)}); nothing was loaded") from None
+def _metadata(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metadata:
+    """The parts that overlap what this rank has of `tensors`; all parts of all tensors if it is None."""
+    metadata = Metadata({}, storage_data={})
+    for name, stored in read_index(folder, tensors).items():
+        rows = range(len(stored.files)) if tensors is None else _overlapping(stored, tensors[name])
+        parts = []
+        for row in rows:
+            offset = torch.Size(stored.offsets[row].tolist())
+            parts.append(ChunkStorageMetadata(offset, torch.Size(stored.sizes[row].tolist())))
+            metadata.storage_data[MetadataIndex(name, offset)] = (
+                SimpleNamespace(  # the attributes that DCP's reader reads
+                    relative_path=stored.files[row],
+                    offset=stored.starts[row],
+                    length=stored.lengths[row],
+                    transform_descriptors=None,
+                )
+            )
+        properties = TensorProperties(stored.dtype)
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, stored.size, parts)
     return metadata
 
 
-def _add(metadata: Metadata, name: str, entry: dict[str, Any], files: list[str], tensor: torch.Tensor | None) -> None:
-    """Add the parts of a tensor that overlap what this rank has of it; all if `tensor` is None."""
-    dtype, n = getattr(torch, entry["dtype"]), len(entry["file"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']!r} is not a type of numbers")
-    offsets, sizes = (np.array(entry[key], np.int64).reshape(n, len(entry["size"])) for key in ("offsets", "sizes"))
-    overlaps: Any = np.full(n, tensor is None)
-    if isinstance(tensor, DTensor):
-        for part in tensor.__create_chunk_list__():  # what DCP's planner will request
-            overlaps |= ((offsets < np.add(part.offsets, part.sizes)) & (offsets + sizes > part.offsets)).all(1)
-    elif tensor is not None:
-        overlaps = ((offsets < tensor.shape) & (offsets + sizes > 0)).all(1)
-    parts, size = [], torch.Size(entry["size"])
-    for row in np.flatnonzero(overlaps).tolist():
-        offset = torch.Size(offsets[row].tolist())
-        parts.append(ChunkStorageMetadata(offset, torch.Size(sizes[row].tolist())))
-        metadata.storage_data[MetadataIndex(name, offset)] = SimpleNamespace(  # the attributes that DCP's reader reads
-            relative_path=files[entry["file"][row]],
-            offset=int(entry["start"][row]),
-            length=int(entry["bytes"][row]),
-            transform_descriptors=None,
-        )
-    metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, parts)
+def _overlapping(stored: Stored, tensor: torch.Tensor) -> list[int]:
+    """Numbers of the parts that overlap what this rank has of a tensor."""
+    first, behind = stored.offsets, stored.offsets + stored.sizes
+    if not isinstance(tensor, DTensor):
+        return np.flatnonzero(((first < tensor.shape) & (behind > 0)).all(1)).tolist()
+    own = tensor.__create_chunk_list__()  # what DCP's planner will request
+    overlaps = [((first < np.add(part.offsets, part.sizes)) & (behind > part.offsets)).all(1) for part in own]
+    return np.flatnonzero(np.any(overlaps, axis=0)).tolist() if own else []
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -115,7 +103,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(path)
-        self._metadata = _read_index(path, tensors)
+        self._metadata = _metadata(path, tensors)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
