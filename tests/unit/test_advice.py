@@ -7,11 +7,11 @@ import pytest
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedRun
 
-AHEAD, LEVEL = {"ahead": 1, "level": 2, "behind": 0}, {"ahead": 0, "level": 2, "behind": 1}
+AHEAD, LEVEL = ["level", "ahead"], ["level", "behind"]
 OPTIONS = {"objective": {"name": "cell_decoding"}, "model": {"family": "profile", "hidden": 128}, "train": {"lr": 5e-3}}
 
 
-def advised(options: dict[str, Any], outcomes: dict[str, int] = AHEAD, **files: Any) -> list[str]:
+def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> list[str]:
     given: dict[str, Any] = {"plan": {"steps": 1600, "steps_per_epoch": 20}, "status": {"step": 1600}}
     given |= {"model": None, "evaluation": {"model": {"step": 1600}}} | files
     return list(advice(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes))

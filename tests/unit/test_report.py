@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,19 +13,22 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import vl_convert
 from reported import CLOSED, EVIL, LOSS, LOST, make_corpus, make_run, write
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
-from cellmill.report.page import planned_and_measured, render, standings
+from cellmill.report.page import planned_and_measured, render, standings, training_figures
 from cellmill.report.tables import compare_runs
 from cellmill.runs.verdict import Outcome
 from cellmill.stages import report
 
 OPTIONS = ReportOptions.model_validate({"report": {}})
+TOTALS = ("gpu_hours", "cpu_core_hours", "elapsed_s", "queue_wait_s", "training_efficiency_frac", "cpu_efficiency_frac")
 
 
 @contextmanager
@@ -279,6 +283,73 @@ def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regres
     assert [one.regression and one.regression["outcome"] for one in found] == ["behind", "ahead", "level"]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == ("all genes + logistic regression", 0.8)
+    # the digits that are shown are the same
+    runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
+    assert [one.best for one in standings(runs)] == [True, True, False]
+
+
+def test_runs_that_are_level_share_the_first_sentence_and_the_advice_to_take_the_baseline(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        totals = dict.fromkeys([*TOTALS, "max_memory_gb"])
+        cost = {"source": "own files", "jobs": [], "totals": totals, "unknown": {"max_memory_gb": "nobody knows"}}
+        write(folder / "train/cost.json", cost)
+    text = text_of(rendered(*folders))
+    assert "first and second are tied for best on pbmc: probe accuracy 0.800" in text
+    assert re.search("Next for first, second: .*take the best baseline: it is as good on these cells", text)
+    assert "first, second: max memory gb, nobody knows." in text
+
+
+def test_each_objective_has_a_figure_of_its_losses_with_its_runs_in_the_legend() -> None:
+    lines = [{"step": 1, "loss": 2.0}]
+    options = [{"objective": {"name": name}} for name in ("cell_decoding", "classification", "cell_decoding")]
+    runs = [ReportedRun(name, None, None, {"options": of}, None, None, lines=lines) for name, of in zip("abc", options)]
+    first, second = training_figures(runs)
+    assert (first.title, second.title) == ("Loss: cell decoding", "Loss: classification")
+    assert first.spec["encoding"]["color"]["legend"] == {"values": ["a", "c"]}
+    assert [row["name"] for row in second.rows] == ["b"]
+    [alone] = training_figures(runs[:1])
+    assert alone.title == "Loss"
+    assert alone.spec["encoding"]["color"]["legend"] is None
+
+
+@pytest.mark.full
+def test_ten_runs_with_long_curves_and_a_umap_each_are_less_than_4_mb(tmp_path: Path) -> None:
+    numbers = np.random.Generator(np.random.Philox(key=1)).normal(size=(1000, 8))
+    keys = ("loss", "grad_norm", "lr", "cells_per_s", "data_wait_frac", "depth_r2", "batch_r2")
+    lines = [{"step": step} | dict(zip(keys, map(abs, row))) for step, row in enumerate(numbers[:200].tolist())]
+    umap = [f"pbmc\tc{i}\t{i % 7}\t{row[0]:.4f}\t{row[1]:.4f}\t{i % 2}\t1" for i, row in enumerate(numbers)]
+    for number in range(10):
+        folder = make_run(tmp_path / f"run{number}")
+        write(folder / "train/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n" + "\n".join(umap))
+    page = rendered(*sorted(tmp_path.iterdir()))
+    assert len(page.encode()) < 4e6
+
+
+def test_the_static_picture_of_a_umap_has_every_pixel_in_fewer_bytes() -> None:
+    spec = {"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x", "type": "quantitative"}}}
+    png = vl_convert.vegalite_to_png(spec)
+    smaller = figures.compressed(png)
+    assert len(smaller) < len(png)
+    (rest, pixels), (rest_of_smaller, pixels_of_smaller) = map(chunks, (png, smaller))
+    assert zlib.decompress(pixels) == zlib.decompress(pixels_of_smaller)
+    assert rest == rest_of_smaller
+
+
+def chunks(png: bytes) -> tuple[list[bytes], bytes]:
+    """Chunks of a PNG, whose checksums must be right: all without pixels, and the pixels."""
+    rest, pixels, begin = [], b"", 8
+    while begin < len(png):
+        end = begin + 8 + int.from_bytes(png[begin : begin + 4], "big")
+        chunk = png[begin + 4 : end]
+        assert png[end : end + 4] == zlib.crc32(chunk).to_bytes(4, "big")
+        if chunk[:4] == b"IDAT":
+            pixels += chunk[4:]
+        else:
+            rest.append(chunk)
+        begin = end + 4
+    return rest, pixels
 
 
 def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:

@@ -3,7 +3,7 @@
 The tables are in docs/objectives.md: "Steps and checkpoint", "Where a trained model is worth it".
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
 from cellmill.report.collect import ReportedRun
@@ -14,10 +14,10 @@ WEAK = ("masked_gene", "masked_value", "next_gene")
 WIDE, WIDE_LR = 512, 0.0025  # `profile` of this width lost accuracy with a rate above
 
 
-def advice(run: ReportedRun, outcomes: Mapping[str, int]) -> Iterator[str]:
+def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     """Sentences for a run, the most urgent first, with the option that each is about.
 
-    `outcomes`: how many comparisons with baselines are ahead, level and behind.
+    `outcomes`: of its best rows, one for each dataset: ahead, level or behind.
     """
     options = (run.record or {}).get("options", {})
     objective, model = options.get("objective", {}).get("name"), options.get("model", {})
@@ -41,7 +41,7 @@ def advice(run: ReportedRun, outcomes: Mapping[str, int]) -> Iterator[str]:
                 f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
                 "embeddings improve for longer than the validation loss"
             )
-    if any(outcomes.values()) and not outcomes["ahead"]:
+    if any(outcomes) and "ahead" not in outcomes:
         yield (
             "take the best baseline: it is as good on these cells and costs less; models were ahead where few genes "
             "are measured, and at integrating batches without their names"

@@ -24,17 +24,11 @@ from cellmill.runs.verdict import Closed, Verdict
 
 MADE = {  # files that Snakemake makes again by name, in the order of the stages
     "runs": (
-        "plan.json",
-        "train/status.json",
-        "model/model.safetensors",
-        "embeddings/*.h5ad",
-        "predictions/*.h5ad",
-        "changes/*.h5ad",
-        "evaluate/metrics.json",
-        "steps/*/evaluate/metrics.json",
+        "plan.json", "train/status.json", "model/model.safetensors", "embeddings/*.h5ad", "predictions/*.h5ad",
+        "changes/*.h5ad", "evaluate/metrics.json", "steps/*/evaluate/metrics.json",
     ),
     "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
-}
+}  # fmt: skip
 
 Object = dict[str, Any]
 
@@ -46,30 +40,17 @@ RECORD = create_model(  # train/run.json, and config.json of an exported model
     "Record", options=(Object, {}), environment=(Object, {}), supervised_by=(list[str], [])
 )
 COST = create_model(
-    "Cost",
-    source=(str, ...),
-    jobs=(list[Start], ...),
-    totals=(dict[str, float | None], ...),
+    "Cost", source=(str, ...), jobs=(list[Start], ...), totals=(dict[str, float | None], ...),
     unknown=(dict[str, str], ...),
-)
+)  # fmt: skip
 CURVE = create_model(  # a line of metrics.jsonl
-    "Curve",
-    peak_allocated_gb=(list[float], []),
-    peak_resident_gb=(list[float], []),
-    gpu_power_w=(list[float], []),
-    cells_per_s=(float, 0.0),
-    data_wait_frac=(float, 0.0),
-    effective_rank=(float | None, None),
-)
+    "Curve", peak_allocated_gb=(list[float], []), peak_resident_gb=(list[float], []), gpu_power_w=(list[float], []),
+    cells_per_s=(float, 0.0), data_wait_frac=(float, 0.0), effective_rank=(float | None, None),
+)  # fmt: skip
 QC_REPORT = create_model(
-    "QcReport",
-    dataset=(str, ...),
-    source=(Object, ...),
-    cells=(Object, ...),
-    genes=(Object, ...),
-    coverage=(Object, ...),
-    histograms=(dict[str, dict[str, list[float]]], ...),
-)
+    "QcReport", dataset=(str, ...), source=(Object, ...), cells=(Object, ...), genes=(Object, ...),
+    coverage=(Object, ...), histograms=(dict[str, dict[str, list[float]]], ...),
+)  # fmt: skip
 MANIFEST = create_model("Manifest", fingerprint=(str, ...), vocabulary=(Object, ...), splits=(dict[str, Object], ...))
 SWEEP = create_model("Sweep", name=(str, ...), n_runs=(int, ...), axes=(list[str], ...), curves=(list[Object], ...))
 

@@ -38,7 +38,12 @@ class Standing:
     baseline: tuple[str, float] | None  # the best baseline of the task, and its value
     outcomes: Mapping[str, int]  # verdicts by outcome
     gap: str | None  # in words, what the row closes of it; None without a scale
-    best: bool = False  # highest of the dataset's runs, by the same task and metric
+    best: bool = False  # highest of the dataset's runs, by the same task, metric and digits that are shown
+
+    @property
+    def outcome(self) -> str:
+        """Against logistic regression on all genes, or else the best one against any baseline."""
+        return self.regression["outcome"] if self.regression else next((o for o, n in self.outcomes.items() if n), "")
 
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
@@ -67,7 +72,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
         )
         found.append(standing)
     top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
-    return [replace(one, best=one.value == top[one.dataset, one.task, one.metric]) for one in found]
+    return [replace(one, best=f"{one.value:.3f}" == f"{top[one.dataset, one.task, one.metric]:.3f}") for one in found]
 
 
 def _difference(result: Mapping[str, Any], row: str) -> dict[str, Any] | None:
@@ -114,11 +119,14 @@ CURVES = {  # key of metrics.jsonl and its name, in the order of the page
 
 
 def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
-    """The loss, then each quantity that any run logged. A comparison of losses needs the same objective and corpus."""
+    """The loss of each objective, then each quantity that any run logged."""
     kinds = {"training": "loss", "validation": "val_loss"}
     loss = {run.name: {of: figures.points(run.lines, key) for of, key in kinds.items()} for run in runs}
-    if any(points for of in loss.values() for points in of.values()):
-        yield figures.losses("Loss", loss)
+    objectives = {run.name: ((run.record or {}).get("options", {}).get("objective") or {}).get("name") for run in runs}
+    for one in dict.fromkeys(objectives.values()):
+        of_it = {name: of if objectives[name] == one else {} for name, of in loss.items()}
+        if any(points for of in of_it.values() for points in of.values()):
+            yield figures.losses(f"Loss: {one}".replace("_", " ") if len({*objectives.values()}) > 1 else "Loss", of_it)
     for key, name in CURVES.items():
         series = {run.name: points for run in runs if (points := figures.points(run.lines, key))}
         if series:
@@ -214,8 +222,8 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
             yield figures.curves(title, series, metric)
 
 
-MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction"}
-MEASURES |= {"n_residues": "residues per sequence"}
+MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction",
+            "n_residues": "residues per sequence"}  # fmt: skip
 
 
 def render(
@@ -230,12 +238,9 @@ def render(
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
     environment = Environment(
-        loader=PackageLoader("cellmill", "report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+        loader=PackageLoader("cellmill", "report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters.update(
         number=number,
         flat=flat,
@@ -258,9 +263,6 @@ def render(
         return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]
 
     standing = standings(runs)
-    outcomes = {run.name: Counter[str]() for run in runs}
-    for one in standing:
-        outcomes[one.run].update(one.outcomes)
     return environment.get_template("page.html").render(
         title=title,
         version=__version__,
@@ -268,7 +270,7 @@ def render(
         corpora=corpora,
         sweeps=sweeps,
         standings=standing,
-        advice={r.name: list(advice(r, outcomes[r.name])) for r in runs},
+        advice={r.name: list(advice(r, [one.outcome for one in standing if one.run == r.name])) for r in runs},
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},
