@@ -6,9 +6,11 @@ Steihaug, SIAM J. Numer. Anal. 19, 1982), each found by conjugate gradients over
 
 Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell had the curvature
 c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44, 1992). Over U the penalty λ |w|²
-is |v|² - c |Uv|² / n, so that a step needs two products with U alone. For centred features, a column of c^-½ gets the
-intercept as its coefficient, by the same formula without a penalty. With fewer cells than features, U is the Cholesky
-factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
+is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets the intercept as its coefficient, by the same formula
+without a penalty. With fewer cells than features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
+
+Every v is Uᵀa of weights a of the cells, and a step is one product of weights with UUᵀ. A RIDGE on its diagonal, as if
+each cell had a small feature of its own, keeps weights bounded that change no logit.
 """
 
 import warnings
@@ -27,6 +29,7 @@ from sklearn.utils.sparsefuncs import mean_variance_axis
 
 CURVATURE = 0.07  # c, of a typical cell at the optimum
 TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
+RIDGE = 1e-10  # of n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
 # larger features are left to scikit-learn: cells or features, whichever is less, and values (256 MiB)
@@ -45,7 +48,7 @@ class LogisticRegression:
         self.standardised = standardised
 
     def __repr__(self) -> str:
-        return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {FORCING=})"
+        return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two classes or more.
@@ -68,7 +71,9 @@ class LogisticRegression:
         if centred:
             values /= scale
         elif small:
-            values = np.hstack([values.toarray() / scale, np.ones((n, 1))])
+            dense = np.ones((n, width + 1))
+            np.divide(values.toarray(), scale, out=dense[:, :width])
+            values = dense
         else:
             values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
         self.classes, of_cell = np.unique(labels, return_inverse=True)
@@ -88,10 +93,10 @@ def _fit(
     """Coefficients `(width, classes)`, and intercepts `(classes,)` of centred features, else zeros."""
     if small:
         with suppress(LinAlgError):  # where scales are more than about 1e4 apart
-            whitened, unwhiten = _whiten(features, (2 if n_classes == 2 else 1) / len(features))
-            columns = np.hstack([whitened, np.full((len(whitened), int(intercept)), CURVATURE**-0.5)])
-            found = _minimise(columns, np.eye(n_classes)[:, of_cell]).T
-            return unwhiten(found[: whitened.shape[1]]), CURVATURE**-0.5 * found[whitened.shape[1] :].sum(0)
+            penalty = (2 if n_classes == 2 else 1) / len(features)
+            whitened, kernel, unwhiten = _whiten(features, penalty, np.full(int(intercept), CURVATURE**-0.5))
+            found = _minimise(whitened, kernel, np.eye(n_classes)[:, of_cell])
+            return unwhiten(found), found.sum(1) * (intercept / CURVATURE)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000, fit_intercept=intercept)
     found, intercepts = model.fit(features, of_cell).coef_.T, model.intercept_
     if n_classes == 2:  # one logit
@@ -99,17 +104,36 @@ def _fit(
     return found, intercepts
 
 
-def _whiten(features: np.ndarray, penalty: float) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """U, and the function from coefficients `(columns of U, classes)` to those of the features."""
+def _whiten(
+    features: np.ndarray, penalty: float, more: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None, Callable[[np.ndarray], np.ndarray]]:
+    """U with columns of the values `more`, UUᵀ + RIDGE where its product is the faster one, and the function from
+    weights of cells `(classes, cells)` to coefficients `(width, classes)`."""
     n, width = features.shape
+    side, square = min(n, width), n <= min(2 * width, MAX_SIDE)
+    columns = np.empty((n, side + len(more)), order="C" if square and width <= n else "F")
+    whitened, columns[:, side:], kernel = columns[:, :side], more, None
+    gram = features @ features.T if width > n else features.T @ features
+    gram *= CURVATURE / n
+    gram.flat[:: side + 1] += penalty
+    factor = _cholesky(gram.T)
     if width > n:
-        factor = _cholesky(_shifted(features @ features.T * (CURVATURE / n), penalty).T)
-        inverse, _ = dpotri(factor, lower=True)  # its lower triangle
-        # of centred features, it is singular: the shift is far below the tolerance
-        root = _cholesky(_shifted(inverse * -penalty, 1 + 1e-10) * (n / CURVATURE))
-        return root, lambda v: features.T @ dpotrs(factor, dtrtrs(root, v, lower=True, trans=True)[0], lower=True)[0]
-    root = _cholesky(_shifted(features.T @ features * (CURVATURE / n), penalty).T)
-    return dtrtrs(root, features.T, lower=True)[0].T, lambda v: dtrtrs(root, v, lower=True, trans=True)[0]
+        inverse, _ = dpotri(factor, lower=True)  # zeros above the diagonal
+        inverse *= -penalty * n / CURVATURE
+        kernel = inverse + inverse.T
+        kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE  # of centred features, else singular
+        whitened[:] = kernel.T
+        _cholesky(whitened)
+    else:
+        whitened[:] = dtrtrs(factor, features.T, lower=True)[0].T
+        if square:
+            kernel = whitened @ whitened.T
+            kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
+    if kernel is not None:
+        kernel += more @ more
+    if width > n:
+        return columns, kernel, lambda weights: (dpotrs(factor, weights.T, lower=True)[0].T @ features).T
+    return columns, kernel, lambda weights: dpotrs(factor, (weights @ features).T, lower=True)[0]
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
@@ -120,70 +144,79 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
     return np.asarray(factor)
 
 
-def _shifted(matrix: np.ndarray, diagonal: float) -> np.ndarray:
-    matrix.flat[:: len(matrix) + 1] += diagonal
-    return matrix
+def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarray) -> np.ndarray:
+    """Weights of the cells, `(classes, cells)`, by results of `_whiten` and one-hot `targets` of the same shape.
 
+    Weights and what they add to the logits, their product with UUᵀ, are kept side by side: `(2, classes, cells)`.
+    """
+    n, share, both = len(whitened), CURVATURE / len(whitened), np.zeros((2, *targets.shape))
+    between = np.empty((len(targets), whitened.shape[1]))
 
-def _minimise(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Coefficients `(classes, columns)` of whitened features `(cells, columns)` and one-hot `(classes, cells)`."""
-    n, share = len(features), CURVATURE / len(features)
+    def multiply(weights: np.ndarray, out: np.ndarray) -> None:
+        if kernel is not None:
+            np.dot(weights, kernel, out=out)
+        else:
+            np.dot(np.dot(weights, whitened, out=between), whitened.T, out=out)
+            daxpy(weights.ravel(), out.ravel(), a=RIDGE / share)
 
-    def loss(x: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:
+    def loss(weights: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:
         """Objective, and probabilities `(classes, cells)`."""
         odds = logits - logits.max(0)
         value = -np.vdot(odds, targets)
         np.exp(odds, out=odds)
         sums = odds.sum(0)
         odds /= sums
-        return (value + np.log(sums).sum()) / n + (np.vdot(x, x) - share * np.vdot(logits, logits)) / 2, odds
+        penalty = np.vdot(weights, logits) - share * np.vdot(logits, logits)
+        return (value + np.log(sums).sum()) / n + penalty / 2, odds
 
-    x, logits = np.zeros((len(targets), features.shape[1])), np.zeros(targets.shape)
-    value, probabilities = loss(x, logits)
+    value, probabilities = loss(*both)
     for _ in range(MAX_STEPS):
-        gradient = ((probabilities - targets) / n - share * logits) @ features + x
-        if np.abs(gradient).max() <= TOLERANCE:
+        gradient = np.empty_like(both)
+        gradient[0] = (probabilities - targets) / n - share * both[1] + both[0]
+        multiply(*gradient)
+        norm = float(np.vdot(*gradient))
+        # a larger norm has a larger derivative
+        if norm <= between.size * TOLERANCE**2 and np.abs(gradient[0] @ whitened).max() <= TOLERANCE:
             break
-        step, along = _newton_step(features, probabilities, gradient)
-        slope, length = np.vdot(gradient, step), 1.0
+        step = _newton_step(multiply, probabilities, gradient, norm)
+        slope, length = np.vdot(gradient[1], step[0]), 1.0
         while True:
-            new, new_logits = x + length * step, logits + length * along
-            new_value, probabilities = loss(new, new_logits)
+            new = both + length * step
+            new_value, probabilities = loss(*new)
             if new_value <= value + 1e-4 * length * slope + 1e-12:  # rounding may hide the descent of the last steps
                 break
             length /= 2
-        x, logits, value = new, new_logits, new_value
+        both, value = new, new_value
     else:
         warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
-    return x
+    return np.asarray(both[0])
 
 
 def _newton_step(
-    features: np.ndarray, probabilities: np.ndarray, gradient: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The step, in the shape of `gradient`, and what it adds to the logits, `(classes, cells)`.
+    multiply: Callable[[np.ndarray, np.ndarray], None], probabilities: np.ndarray, gradient: np.ndarray, norm: float
+) -> np.ndarray:
+    """The step, in the shape of `gradient`, whose squared norm over whitened features is `norm`.
 
-    Works in place, on a direction and what it adds to the logits side by side: calls of numpy take the most time here.
+    Works in place, and on conjugate directions divided by their norms: calls of numpy take the most time here.
     """
-    size, weights = gradient.size, probabilities / len(features)
-    own = weights - CURVATURE / len(features)
-    both, moved = np.zeros((2, size + probabilities.size))
-    direction, seen = both[:size].reshape(gradient.shape), both[size:].reshape(probabilities.shape)
-    left, product, curved, shared = -gradient, np.empty_like(gradient), np.empty_like(own), np.empty_like(own)
-    direction[:], norm = left, np.vdot(left, left)
+    weights = probabilities / probabilities.shape[1]
+    own = weights - CURVATURE / probabilities.shape[1]
+    left, direction, moved = -gradient, np.zeros_like(gradient), np.zeros_like(gradient)
+    curved, shared = np.empty_like(own), np.empty_like(own)
+    (residual, image), (along, seen) = left, direction
+    all_left, all_along, all_moved = left.ravel(), direction.ravel(), moved.ravel()
+    flat_residual, flat_image, flat_seen, flat_curved = (one.ravel() for one in (residual, image, seen, curved))
     enough = FORCING**2 * norm
     while norm > enough:
-        np.dot(direction, features.T, out=seen)
+        daxpy(all_left, all_along, a=1 / norm)
         np.multiply(probabilities, seen, out=shared)
         np.multiply(weights, np.add.reduce(shared, 0), out=shared)
         np.multiply(own, seen, out=curved)
         curved -= shared
-        np.dot(curved, features, out=product)
-        product += direction  # with the Hessian
-        length = norm / np.vdot(direction, product)
-        daxpy(both, moved, a=length)
-        daxpy(product.ravel(), left.ravel(), a=-length)
-        last, norm = norm, np.vdot(left, left)
-        direction *= norm / last
-        direction += left
-    return moved[:size].reshape(gradient.shape), moved[size:].reshape(probabilities.shape)
+        curved += along  # with the Hessian
+        length = 1 / flat_seen.dot(flat_curved)
+        daxpy(all_along, all_moved, a=length)
+        daxpy(flat_curved, flat_residual, a=-length)
+        multiply(residual, image)
+        norm = flat_residual.dot(flat_image)
+    return moved

@@ -140,7 +140,10 @@ def choose_obs(
     if "dose" in new:
         new["dose"] = _numbers(reader, new["dose"])
     if columns.control is not None and columns.controlled is not None:
-        new[IS_CONTROL] = _is_control(reader, new[columns.controlled], columns.control, keep)
+        values = text_values(column := new[columns.controlled], missing="nan")
+        fault = f"{reader.path}: no {columns.control!r} (the dataset's control) in obs column {column.name!r}"
+        require_known(columns.control, sorted({*values[keep]}), fault)
+        new[IS_CONTROL] = pd.Series(values == columns.control, index=column.index)
     labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
     for name in names.labels:
         new[name] = reader.obs[labels[name]]
@@ -187,13 +190,6 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
             f"{str(column[wrong].iloc[0])!r}; name a column of numbers"
         )
     return numbers
-
-
-def _is_control(reader: CountsReader, column: pd.Series, control: str, keep: np.ndarray) -> pd.Series:
-    values = text_values(column, missing="nan")
-    fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {column.name!r}"
-    require_known(control, sorted({*values[keep]}), fault)
-    return pd.Series(values == control, index=column.index)
 
 
 _VALUES = 8  # of a column, in a message

@@ -282,7 +282,10 @@ class Degraded(Task):
         neighbors, (_, train, test) = self.config.neighbors, split
         seen = {level: rows_of(features, train) for level, features in cells.items()}
         fitted = {level: fit_all(features, labels[train], neighbors, context) for level, features in seen.items()}
-        together = {kind: _stacked([features[kind] for features in seen.values()]) for kind in seen[WHOLE]}
+        by_kind = {kind: [features[kind] for features in seen.values()] for kind in seen[WHOLE]}
+        together = {
+            kind: sp.vstack(parts, "csr") if kind == ALL_GENES else np.vstack(parts) for kind, parts in by_kind.items()
+        }
         on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors, context)
         predicted = {WHOLE: predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test))}
         for level in [*cells][1:]:
@@ -290,11 +293,6 @@ class Degraded(Task):
             ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
             predicted |= {f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()}
         return predicted
-
-
-def _stacked(parts: list[Any]) -> Any:
-    """Features `(cells, width)` of one kind, dense or sparse, below each other."""
-    return sp.vstack(parts, format="csr") if sp.issparse(parts[0]) else np.concatenate(parts)
 
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
