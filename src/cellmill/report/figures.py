@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = {
     "axis": {
         **dict.fromkeys(("labelColor", "titleColor", "domainColor", "gridColor"), "currentColor"),
         "gridOpacity": 0.14, "domainOpacity": 0.3, "ticks": False, "labelPadding": 5, "titleFontWeight": "normal",
-        "labelFontSize": 11, "titleFontSize": 12, "labelLimit": 230,
+        "labelFontSize": 11, "titleFontSize": 12, "labelLimit": 230, "labelSeparation": 8,
     },
     "legend": {
         **dict.fromkeys(("labelColor", "titleColor"), "currentColor"), "orient": "bottom", "title": None,
