@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from cellmill.cli import main
 from cellmill.config import load_config
-from cellmill.config.evaluate import Evaluate, command_words
+from cellmill.config.evaluate import Evaluate, ExternalModel, command_words
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
@@ -64,9 +65,9 @@ def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
         ({"a b": {"command": "run {cells} {out}"}}, "'a b' is no name; use letters, digits, '_', '.' and '-'"),
         ({"a": {"preset": "scvii"}}, "no preset 'scvii'; did you mean 'scvi'?"),
         ({"a": {"preset": "pca"}}, "no preset 'pca'; there are: scvi, harmony"),
-        ({"a": {"preset": "scvi", "command": "run {cells} {out}"}}, "expected preset or command, got both; set one of"),
-        ({"a": {}}, "expected preset or command, got neither; set one of them"),
-        ({"a": {"preset": "scvi", "files": ["a.py"]}}, "files: expected none beside a preset; leave them out"),
+        ({"a": {"preset": "scvi", "command": "run {cells} {out}"}}, "model or command, got preset and command; set"),
+        ({"a": {}}, "expected preset, model or command, got none; set one of them"),
+        ({"a": {"model": "./m", "files": ["a.py"]}}, "files: expected none without a command; leave them out"),
     ],
 )
 def test_what_no_model_can_be_is_refused(external: dict[str, Any], message: str) -> None:
@@ -105,7 +106,7 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             "1 cells have numbers in obsm['X_emb'] that are not finite, the first is THIRD; expected an embedding of "
             "every cell",
         ),
-        ("del made.obsm['X_emb']", "expected a dense array of numbers in obsm['X_emb'] or X, got no dense array"),
+        ("del made.obsm['X_emb']", "expected a dense array of numbers in obsm['X_emb'] or obsm['X_cellmill'] or X, got no dense array"),
         ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected ALL rows in obsm['X_emb'], got shape (ALL, 0)"),
     ],
 )
@@ -141,6 +142,24 @@ def test_the_embedding_is_kept_in_the_form_of_ours(change: str, corpus: dict[str
     assert made.obs_names.tolist() == cells.obs_names.tolist()
     assert made.obsm["X_cellmill"].shape == (cells.n_obs, 7)
     assert made.uns["cellmill"]["command"] == command
+
+
+def test_a_model_that_is_used_as_it_is_has_the_embedding_of_stage_embed(
+    corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    model, made, own = ExternalModel(model=str(corpus["model"])), tmp_path / "made.h5ad", tmp_path / "own.h5ad"
+    assert model.line is not None
+    assert embed_external(model.line, corpus["cells"], made) == 0
+    assert main(["embed", "--model", str(corpus["model"]), "--input", str(corpus["cells"]), "--out", str(own)]) == 0
+    np.testing.assert_array_equal(*(ad.read_h5ad(path).obsm["X_cellmill"] for path in (made, own)))
+    assert ad.read_h5ad(made).uns["cellmill"]["model_digest"] == model.command_digest
+    assert model.note == " (may have seen these cells)"
+    assert model.read_files == [f"{corpus['model']}/model.safetensors"]
+    published = ExternalModel(model="geneformer:a b")
+    [weights] = published.read_files
+    assert re.fullmatch(r"results/published/geneformer-a_b-\w{8}/model\.safetensors", weights)
+    assert published.line == f"cellmill embed --model {Path(weights).parent} --input {{cells}} --out {{out}}"
 
 
 TASKS = {

@@ -77,6 +77,11 @@ def test_missing_files_of_another_model_are_named(project: Path) -> None:
     Path("given").mkdir()
     Path("given/one.h5ad").touch()
     assert checked(options) is None
+    external = "evaluate: {external: {a: {model: models/m}, b: {model: geneformer:models/g}}}\n"
+    where = "runs.r.evaluate.external"
+    assert checked(external) == f"{where}.a.model: models/m/model.safetensors: no such file"
+    none = "models/g: no such folder; give the folder with the published files"
+    assert checked(external, made="models/m/model.safetensors") == f"{where}.b.model: {none}"
     missing = checked(change=("{corpus: c}", "{corpus: c, init_from: models/m}"))
     assert missing == "runs.r.init_from: models/m/model.safetensors: no such file"
 

@@ -117,7 +117,7 @@ def test_the_example_leads_from_published_folders_to_predictions_in_one_command(
     changed = torch.load(weights, weights_only=True)
     torch.save({name: tensor * 1.01 for name, tensor in changed.items()}, weights)
     again = ["import", "vocabulary", "shard", "plan", "train", "consolidate", "embed", "predict", "evaluate", "report"]
-    assert project.jobs(*command) == dict.fromkeys(again, 1)
+    assert project.jobs(*command) == dict.fromkeys([*again, "embed_external"], 1)
 
 
 def make_example(folder: Path) -> tuple[Project, list[str]]:
@@ -160,3 +160,5 @@ def check_run(folder: Path, kind: str) -> None:
     np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"]["tasks"]["probe"]["rows"]
     assert {row["kind"] for row in rows} >= {"model", "baseline"}
+    beside = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
+    assert beside == {"external: as-published (may have seen these cells)"}

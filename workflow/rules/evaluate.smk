@@ -33,7 +33,7 @@ rule embed:
 rule embed_external:
     input:
         cells="results/corpora/{corpus}/cells/{dataset}.h5ad",
-        files=lambda wildcards: jobs.external_model(wildcards).files,
+        files=lambda wildcards: jobs.external_model(wildcards).read_files,
     output:
         "results/corpora/{corpus}/external/{external}/{dataset}-{digest}.h5ad",
     log:
@@ -47,7 +47,7 @@ rule embed_external:
         mem_mb=sized(32000, 3),
         runtime=sized(240, 25),
     params:
-        command=lambda wildcards: jobs.external_model(wildcards).command,
+        command=lambda wildcards: jobs.external_model(wildcards).line,
     shell:
         "cellmill embed_external --name {wildcards.external:q} --command={params.command:q} --input {input.cells:q}"
         " --out {output:q} 2>&1 | tee -i {log:q}"

@@ -100,13 +100,14 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     if facts:
         if parsed.options.get("executor") == "slurm":
             models = [model for run in runs.values() for model in run.evaluate.external.values()]
+            given = [*(run.init_from for run in runs.values()), *(model.model for model in models)]
             corpora = pipeline.corpora.values() if isinstance(pipeline, Workflow) else ()
             needed = {
                 **dict.fromkeys(("divide", "shard_part"), any(corpus.shard.jobs > 1 for corpus in corpora)),
-                "embed_external": any(model.command for model in models),
+                "embed_external": any(model.line for model in models),
                 "zoo": any(model.preset for model in models),
                 "predict_changes": any("perturbation" in run.evaluate.tasks for run in runs.values()),
-                "import": any(PublishedFolder.named_by(run.init_from or "") for run in runs.values()),
+                "import": any(PublishedFolder.named_by(name or "") for name in given),
                 "teach": any(run.teacher for run in runs.values()),
             }
             unused = {stage for stage, is_needed in needed.items() if not is_needed}

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 from cellmill.config.datasets import check_name
 from cellmill.config.parts.tasks import TaskConfig, TransferConfig
 from cellmill.config.plugin import by_name, names, unknown
+from cellmill.config.published import model_folder_of
 from cellmill.config.section import Names, Section, leaving_out
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import digest
@@ -18,25 +19,31 @@ from cellmill.files import digest
 PLACEHOLDERS = ("{cells}", "{out}")
 PRESETS = {"scvi": "fitted on training cells", "harmony": "transductive"}
 """What the rows of a preset say of it, by name; its script is workflow/bridges/zoo_NAME.py."""
+AS_IS = "may have seen these cells"
+"""What the rows of a model say that is used as it is."""
 
 
 class ExternalModel(Section):
-    """A preset or a command, run for each dataset; its embedding is a row beside the model."""
+    """A preset, a model or a command, run for each dataset; its embedding is a row beside the model."""
 
     preset: str | None = None
     """scvi: fitted on the dataset's training cells. harmony: principal components of these, corrected over all cells by
     column `batch` of the table. The package is in the environment of `--sdm conda`, or the Python of `bridges`."""
+    model: str | None = None
+    """A model that is used as it is: a model folder, or as in `init_from` hf://owner/name, geneformer:FOLDER or
+    scgpt:FOLDER. Which cells it was trained on is not known."""
     command: str | None = None
     """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad, {out} the output."""
     files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
 
-    _dump = leaving_out("preset", "command")
+    _dump = leaving_out("preset", "model", "command")
 
     def problems(self) -> Iterator[str]:
-        if (self.preset is None) == (self.command is None):
-            yield f"expected preset or command, got {'both' if self.preset else 'neither'}; set one of them"
-        if self.preset and self.files:
-            yield "files: expected none beside a preset; leave them out"
+        given = [key for key in ("preset", "model", "command") if getattr(self, key) is not None]
+        if len(given) != 1:
+            yield f"expected preset, model or command, got {' and '.join(given) or 'none'}; set one of them"
+        if self.command is None and self.files:
+            yield "files: expected none without a command; leave them out"
         if self.preset and self.preset not in PRESETS:
             yield f"preset: no preset {self.preset!r}; {did_you_mean(self.preset, PRESETS)}"
         if self.command is not None:
@@ -51,7 +58,19 @@ class ExternalModel(Section):
     @property
     def note(self) -> str:
         """End of its name in tables."""
-        return f" ({PRESETS[self.preset]})" if self.preset else ""
+        return f" ({PRESETS[self.preset]})" if self.preset else f" ({AS_IS})" if self.model else ""
+
+    @property
+    def line(self) -> str | None:
+        """The command that embeds a dataset: of a model, that of stage embed."""
+        if self.model is None:
+            return self.command
+        return f"cellmill embed --model {shlex.quote(model_folder_of(self.model))} --input {{cells}} --out {{out}}"
+
+    @property
+    def read_files(self) -> list[str]:
+        """Files whose change reruns it."""
+        return self.files if self.model is None else [f"{model_folder_of(self.model)}/model.safetensors"]
 
     @property
     def digest(self) -> str:
@@ -61,7 +80,7 @@ class ExternalModel(Section):
     @property
     def command_digest(self) -> str:
         """Hexadecimal SHA-256 of the command, or name of the preset, which its embeddings carry."""
-        return self.preset or digest(self.command)
+        return self.preset or digest(self.line)
 
 
 def command_words(command: str, cells: str, out: str) -> list[str]:
@@ -106,9 +125,9 @@ class Evaluate(Section):
     between the model's best row and the baseline's. Results are then in metrics.failed.json."""
 
     external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field({})
-    """Models of other packages by name, each with `preset` (scvi or harmony), or with `command` (run without a shell,
-    with {cells} and {out} among its arguments) and `files` (a change of which reruns it): they add rows beside the
-    model in the tasks that read only embeddings, but enter no verdict and no gate."""
+    """Other models by name, each with `preset` (scvi or harmony), `model` (used as it is), or `command` (run without a
+    shell, with {cells} and {out} among its arguments) and `files` (a change of which reruns it): they add rows beside
+    the model in the tasks that read only embeddings, but enter no verdict and no gate."""
 
     _dump = leaving_out("classifiers", "gate", "external")
 

@@ -46,6 +46,7 @@ class JobFiles:
         self.swept = workflow.swept()
         models = [run.init_from for run in self.runs.values()]
         models += [corpus.vocabulary.medians for corpus in self.corpora.values()]
+        models += [external.model for run in self.runs.values() for external in run.evaluate.external.values()]
         named = [PublishedFolder.named_by(model or "") for model in models]
         self.published = {folder.name: folder for folder in named if folder is not None}
 

@@ -99,14 +99,14 @@ def read_costs(path: Path) -> dict[str, float]:
 
 
 def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
-    """Vectors of another package's model, `(cells, width)` float32, finite, from obsm["X_emb"] or X.
+    """Vectors of another model, `(cells, width)` float32, finite, from obsm["X_emb"], the file of stage embed, or X.
 
     Raises DataError, beginning with `command`, for anything else, such as other cells or another order.
     """
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
     with open_h5(path, command) as file:
-        _, where, vectors, _ = _read(file, command, (EXTERNAL, "X"), names, "{cells}")
+        _, where, vectors, _ = _read(file, command, (EXTERNAL, OWN, "X"), names, "{cells}")
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         raise DataError(

@@ -149,15 +149,17 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
             yield from ((f"runs.{name}.evaluate.tasks.{task.name}.{key}", path) for key, path in task.paths().items())
         for external, model in run.evaluate.external.items():
             yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
-        parent = run.init_from
-        if parent is not None and parent not in pipeline.runs and not is_url(parent):
-            yield from _files_of_model(f"runs.{name}.init_from", parent, str(Path(parent) / "model.safetensors"))
+            yield from _files_of_model(f"runs.{name}.evaluate.external.{external}.model", model.model)
+        if run.init_from not in pipeline.runs:
+            yield from _files_of_model(f"runs.{name}.init_from", run.init_from)
     yield from ((f"bridges.{package}", python) for package, python in pipeline.bridges.items() if "/" in python)
 
 
-def _files_of_model(option: str, model: str, file: str) -> Iterator[tuple[str, str]]:
-    """Option and path of each file of a published folder, or of `file` of another model."""
-    published = PublishedFolder.named_by(model)
+def _files_of_model(option: str, model: str | None, file: str | None = None) -> Iterator[tuple[str, str]]:
+    """Option and path of each file of a published folder, or of `file`, by default the weights, of a model folder."""
+    if model is None or is_url(model):
+        return
+    published, file = PublishedFolder.named_by(model), file or str(Path(model) / "model.safetensors")
     try:
         yield from ((option, str(path)) for path in ([file] if published is None else published.files()))
     except DataError as error:
