@@ -66,7 +66,7 @@ def write_profile(folder: Path, rig: Rig) -> None:
         "default-resources": {"slurm_partition": "cpu", "mem_mb": 1500, "runtime": 10},
     }
     resources = profile["set-resources"]
-    for stage in ("preprocess", "shard", "import", "embed", "predict", "evaluate"):
+    for stage in ("preprocess", "shard", "import", "embed", "embed_external", "predict", "evaluate"):
         resources[stage] = {"mem_mb": 1500, "runtime": 10}
     resources["plan"] |= {"nodes": "2", "nproc_per_node": 2, "device": "cpu"}
     resources["train"] |= {

@@ -106,7 +106,10 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             "1 cells have numbers in obsm['X_emb'] that are not finite, the first is THIRD; expected an embedding of "
             "every cell",
         ),
-        ("del made.obsm['X_emb']", "expected a dense array of numbers in obsm['X_emb'] or obsm['X_cellmill'] or X, got no dense array"),
+        (
+            "del made.obsm['X_emb']",
+            "expected a dense array of numbers in obsm['X_emb'] or obsm['X_cellmill'] or X, got no dense array",
+        ),
         ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected ALL rows in obsm['X_emb'], got shape (ALL, 0)"),
     ],
 )
