@@ -48,7 +48,7 @@ def run(project: Project, rig: Rig, *targets: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=550,
+        timeout=1200,  # a limit for hangs: the example took 220 s and, on a busy machine, 480
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
