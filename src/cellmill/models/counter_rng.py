@@ -38,7 +38,7 @@ def keyed_token_bits(
 def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
     """Fold integer keys into a state, uint64: `keyed_state` by numpy, in a fourth of its time for few elements."""
     for key in keys:
-        state = splitmix64(state ^ np.asarray(key).astype(np.uint64))
+        state = splitmix64(state ^ np.asarray(key).astype(np.uint64), in_place=True)
     return state
 
 

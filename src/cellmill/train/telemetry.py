@@ -116,30 +116,30 @@ class StepProfile:
     def __init__(self, folder: Path, steps: Sequence[int] | None, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.cuda = folder, rank, device.type == "cuda"
         self.first, self.last = steps if steps is not None and rank < PROFILED_RANKS else (0, -1)
-        self._running: torch.profiler.profile | None = None
+        self.running: torch.profiler.profile | None = None
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        if self.first <= step <= self.last and self._running is None:
+        if self.first <= step <= self.last and self.running is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
                 record_memory(100_000)
-            self._running = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._running.start()
+            self.running = torch.profiler.profile(activities=activities, record_shapes=True)
+            self.running.start()
         yield
         if step == self.last:
             self.close()
 
     def close(self) -> None:
         """Write what was recorded, also when the run ends before `last`."""
-        if self._running is None:
+        if self.running is None:
             return
-        self._running.stop()
+        self.running.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         file = str(self.folder / f"rank-{self.rank}")
-        self._running.export_chrome_trace(f"{file}.trace.json.gz")
-        self._running = None
+        self.running.export_chrome_trace(f"{file}.trace.json.gz")
+        self.running = None
         if self.cuda:
             write_memory_record(f"{file}.memory.pickle")
             record_memory(None)

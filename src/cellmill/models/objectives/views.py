@@ -9,6 +9,7 @@ A view is a function of (seed, step, cell, place in the cell): equal in every la
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,10 @@ def draw_view(batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int
         share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
         shown = counts * (uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell])) >= share[cell])
     if config.view != "drop":
-        shown = shown - _thinned(shown, batch.lengths, draw_share(state, config), host_state(HIDE, state=state))
+        at = np.flatnonzero(shown)  # a draw of 0 is 0, and takes no random number
+        drawn = _thinned(shown[at], np.searchsorted(at, ends), draw_share(state, config), host_state(HIDE, state=state))
+        shown = shown.copy()
+        shown[at] -= drawn
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
     at = np.flatnonzero(predicted)
@@ -97,16 +101,14 @@ def uniform(state: np.ndarray) -> np.ndarray:
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
-def _thinned(counts: np.ndarray, lengths: list[int], share: np.ndarray, state: np.ndarray) -> np.ndarray:
+def _thinned(counts: np.ndarray, ends: np.ndarray, share: np.ndarray, state: np.ndarray) -> np.ndarray:
     """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by its `state`."""
-    out, first = np.empty_like(counts), 0
+    out, bounds = np.empty_like(counts), pairwise(ends.tolist())
     # one generator that is given each cell's key: a new one draws entropy of the system first, which is not used
     philox = np.random.Philox(key=0)
     generator, start = np.random.Generator(philox), philox.state
-    for length, probability, key in zip(lengths, share.tolist(), (state >> np.uint64(1)).tolist()):
-        end = first + length
+    for (first, end), probability, key in zip(bounds, share.tolist(), (state >> np.uint64(1)).tolist()):
         start["state"]["key"][0] = key
         philox.state = start
         out[first:end] = generator.binomial(counts[first:end], probability)
-        first = end
     return out
