@@ -62,10 +62,8 @@ class LogisticRegression:
             mean = values.mean(0)
             values -= mean
         if self.standardised:
-            if centred:
-                around, variance = mean, np.einsum("ij,ij->j", values, values) / n
-            else:
-                around, variance = mean_variance_axis(values, axis=0)
+            squares = (mean, np.einsum("ij,ij->j", values, values) / n) if centred else None
+            around, variance = squares or mean_variance_axis(values, axis=0)
             variance[variance <= 1e-20 * around**2] = 1  # of a constant feature
             scale = np.sqrt(variance)
         if centred:
@@ -98,10 +96,8 @@ def _fit(
             found = _minimise(whitened, kernel, np.eye(n_classes)[:, of_cell])
             return unwhiten(found), found.sum(1) * (intercept / CURVATURE)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000, fit_intercept=intercept)
-    found, intercepts = model.fit(features, of_cell).coef_.T, model.intercept_
-    if n_classes == 2:  # one logit
-        return found * [-0.5, 0.5], intercepts * [-0.5, 0.5]
-    return found, intercepts
+    found, sign = model.fit(features, of_cell).coef_.T, [-0.5, 0.5] if n_classes == 2 else 1.0  # two have one logit
+    return found * sign, model.intercept_ * sign
 
 
 def _whiten(
@@ -124,15 +120,12 @@ def _whiten(
         kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE  # of centred features, else singular
         whitened[:] = kernel.T
         _cholesky(whitened)
-    else:
-        whitened[:] = dtrtrs(factor, features.T, lower=True)[0].T
-        if square:
-            kernel = whitened @ whitened.T
-            kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
-    if kernel is not None:
         kernel += more @ more
-    if width > n:
         return columns, kernel, lambda weights: (dpotrs(factor, weights.T, lower=True)[0].T @ features).T
+    whitened[:] = dtrtrs(factor, features.T, lower=True)[0].T
+    if square:
+        kernel = columns @ columns.T
+        kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
     return columns, kernel, lambda weights: dpotrs(factor, (weights @ features).T, lower=True)[0]
 
 

@@ -57,20 +57,19 @@ def organism_of(gene: str) -> str | None:
 def gene_table(organism: str) -> GeneTable:
     symbols: dict[str, str] = {}
     ids: dict[str, dict[str, str]] = {"symbol": {}, "previous": {}, "alias": {}}
-    coding = []
-    with gzip.open(Path(__file__).parent / f"{organism}.tsv.gz", "rt", encoding="utf-8") as file:
-        next(file)
-        for line in file:
-            gene, symbol, previous, aliases, biotype = line.rstrip("\n").split("\t")
-            symbols[gene] = symbol
-            if biotype == "protein_coding":
-                coding.append(gene)
-            # C1orf159 is often spelled C1ORF159
-            frames = filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
-            capitals = "|".join(frames).upper()
-            for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
-                for name in names.split("|") if names else ():
-                    ids[kind][name] = gene if ids[kind].get(name, gene) == gene else ""
+    coding, content = [], gzip.decompress((Path(__file__).parent / f"{organism}.tsv.gz").read_bytes())
+    for line in content.decode().splitlines()[1:]:
+        gene, symbol, previous, aliases, biotype = line.split("\t")
+        symbols[gene] = symbol
+        if biotype == "protein_coding":
+            coding.append(gene)
+        # C1orf159 is often spelled C1ORF159
+        frames = filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
+        capitals = "|".join(frames).upper()
+        for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
+            known = ids[kind]
+            for name in names.split("|") if names else ():
+                known[name] = gene if known.get(name, gene) == gene else ""
     return GeneTable(symbols, ids, frozenset(coding))
 
 
