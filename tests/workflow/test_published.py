@@ -111,7 +111,9 @@ def test_the_example_leads_from_published_folders_to_predictions_in_one_command(
     for kind in KINDS:
         check_run(project.folder, kind)
     page = (project.folder / "results/report/index.html").read_text()
-    assert all(name in page for name in ("PCA50", "all genes", *KINDS))
+    assert all(
+        name in page for name in ("PCA50", "all genes", *KINDS, "as-published (may have seen these cells) + kNN")
+    )
     assert project.jobs(*command) == {}
     weights = project.folder / "published" / "scgpt" / "best_model.pt"
     changed = torch.load(weights, weights_only=True)
@@ -162,3 +164,7 @@ def check_run(folder: Path, kind: str) -> None:
     assert {row["kind"] for row in rows} >= {"model", "baseline"}
     beside = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
     assert beside == {"external: as-published (may have seen these cells)"}
+    [made] = (folder / "results" / "corpora" / kind / "external" / "as-published").glob("labelled-*.h5ad")
+    labelled = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "labelled.h5ad")
+    as_published = cellmill.load(folder / "by hand" / kind).embed(labelled)
+    np.testing.assert_allclose(ad.read_h5ad(made).obsm["X_cellmill"], as_published, rtol=0, atol=1e-5)
