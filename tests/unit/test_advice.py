@@ -7,7 +7,7 @@ import pytest
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedRun
 
-AHEAD, LEVEL = ["level", "ahead"], ["level", "behind"]
+AHEAD, LEVEL, BEHIND = ["level", "ahead"], ["level"], ["level", "behind"]
 OPTIONS = {"objective": {"name": "cell_decoding"}, "model": {"family": "profile", "hidden": 128}, "train": {"lr": 5e-3}}
 
 
@@ -32,6 +32,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
             "set consolidate.checkpoint: last: the exported one is of step 300",
         ),
         ({}, {"outcomes": LEVEL}, "take the best baseline: it is as good on these cells"),
+        ({}, {"outcomes": BEHIND}, "take the best baseline: it is better on these cells"),
         # lengths were measured without labels
         ({}, {"model": {"supervised_by": ["cell_type"]}, "plan": {"steps": 9, "steps_per_epoch": 3}}, None),
     ],

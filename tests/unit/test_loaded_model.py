@@ -246,6 +246,9 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
     equal = int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum())
     lines = capsys.readouterr().out.splitlines()
     assert "cells: 100.0% of counts on known genes" in lines
+    counted = obs["cellmill_label"].value_counts()
+    most = ", ".join(f"{label} {n:,}" for label, n in counted[counted > 0].items())
+    assert [line for line in lines if f"; most as {most} -> " in line]
     assert (
         f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
         f"({equal / known.sum():.3f})"

@@ -42,7 +42,8 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
                 "embeddings improve for longer than the validation loss"
             )
     if any(outcomes) and "ahead" not in outcomes:
+        better = "is better" if "behind" in outcomes else "is as good"
         yield (
-            "take the best baseline: it is as good on these cells and costs less; models were ahead where few genes "
-            "are measured, and at integrating batches without their names"
+            f"take the best baseline: it {better} on these cells and costs less; models were ahead where few genes are "
+            "measured, and at integrating batches without their names"
         )

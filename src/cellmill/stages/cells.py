@@ -11,6 +11,7 @@ were drawn; layer `rank` has the same order as numbers from 1, for tools that so
 import os
 import subprocess
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,9 @@ def predict(
         column, labels = classifier["label_column"], classifier["labels"]
         least, n_unknown = smallest[end], predicted.about[f"n_unknown{end}"]
         unknown = f"{n_unknown:,} below probability {least:g} are unknown" if least else "none unknown"
-        lines.append(f"{len(obs):,} cells labelled by {column}, {unknown} -> {out}")
+        counted = Counter(label for label in predicted.obs[LABEL + end] if isinstance(label, str))
+        most = ", ".join(f"{label} {n:,}" for label, n in counted.most_common(3)) or "no label"
+        lines.append(f"{len(obs):,} cells labelled by {column}, {unknown}; most as {most} -> {out}")
         if not classifier["calibration"]:
             why = classifier.get("uncalibrated", NO_VALIDATION)
             lines.append(f"warning: probabilities are not calibrated: {why}")
