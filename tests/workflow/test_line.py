@@ -349,9 +349,9 @@ BRANCH = {"corpus": "sim", "trunk": "tiny", "trunk_step": 4, "train": {"schedule
         ({"runs": {"tiny": {"corpus": "sim", "evaluate_steps": [5]}}}, "",
          "config/config.yaml: runs.tiny: evaluate_steps: 5 is not in train.keep_steps; add it there"),
         ({}, "--config|bridges={scib_metrics: ./python}",
-         "config/config.yaml: bridges: no bridge 'scib_metrics'; did you mean 'scib-metrics'?"),
+         "config/config.yaml + --config: bridges: no bridge 'scib_metrics'; did you mean 'scib-metrics'?"),
         ({}, "--config|restart=tny", "restart: no run 'tny'; there are: tiny"),
-        ({}, "--config|private=mine", "config/config.yaml: private: "),
+        ({}, "--config|private=mine", "config/config.yaml + --config: private: "),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_a_dry_run(
@@ -374,7 +374,7 @@ def test_a_training_on_the_login_node_is_refused(project: Project) -> None:
 def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Project) -> None:
     (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
     other = ["--configfile", "other.yaml", "--replace-workflow-config"]
-    for source, words in (("config/config.yaml", ["--config", "trian={lr: 1}"]), ("other.yaml", other)):
+    for source, words in (("config/config.yaml + --config", ["--config", "trian={lr: 1}"]), ("other.yaml", other)):
         said = refusal(project, "--dry-run", *words)
         assert said == f"cellmill: {source}: unknown key 'trian'; did you mean 'train'?"
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
