@@ -296,7 +296,7 @@ def test_runs_that_are_level_share_the_first_sentence_and_the_advice_to_take_the
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
     assert "first and second are tied for best on pbmc: probe accuracy 0.800" in text
-    assert re.search("Next for first, second: .*take the best baseline: it is as good on these cells", text)
+    assert re.search("Next for first, second: .*take the best baseline: it is better on these cells", text)
     assert "first, second: max memory gb, nobody knows." in text
 
 
