@@ -90,7 +90,8 @@ STUDENTS: dict[str, dict[str, Any]] = {
 """Models that only `--models` names, for docs/objectives.md, and with their teacher."""
 NAMED = MODELS | OTHERS | STUDENTS
 STEPS: dict[str, int | str] = {"profile": "auto", "encoder0": 400}
-"""Optimizer steps by the first part of a model's name; 250 for models with attention: the time of `profile` or more."""
+"""Optimizer steps by the first part of a model's name; 250 for models with attention, which take about the time of
+`profile` on a panel and half of it on whole transcriptomes."""
 TASKS: dict[str, dict[str, Any]] = {
     "probe": {"seeds": 3, "neighbors": 5},  # some classes have fewer than 15 cells
     "few_shot": {"shots": [5], "draws": 5},

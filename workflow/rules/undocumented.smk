@@ -13,7 +13,8 @@ checkout = Path(str(workflow.current_basedir)).parents[1]
 checkout = checkout if checkout.is_dir() else Path()  # of a workflow at a URL: the working folder, for the image
 own = [] if workflow.config_settings.replace_workflow_config else ["config/config.yaml"]
 config_files = [*dict.fromkeys(map(os.path.relpath, [*workflow.configfiles, *filter(os.path.exists, own)]))]
-config_source = " + ".join([*config_files, *["--config"][: len(workflow.config_settings.config)]])  # in messages
+given = ["--config"] if workflow.config_settings.config else []
+config_source = " + ".join([*config_files, *given])  # in messages
 
 with one_line():
     # Snakemake's parser takes the last of two keys, names no line, waits for a FIFO without end, and ends in a traceback
