@@ -139,7 +139,7 @@ def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: P
     assert (tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors").read_bytes() == bytes([0, 1, 2])
 
 
-def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         where = re.escape(str(tmp_path))
@@ -149,6 +149,9 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
                 pass
         finally:
             holder.kill()
+    assert re.fullmatch(
+        f"{where}: locked by process {holder.pid} of .+; waiting up to 0.3 s for it\n", capsys.readouterr().out
+    )
     with TrainFolder(tmp_path).locked(wait_s=60):
         pass
 

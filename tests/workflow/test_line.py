@@ -351,6 +351,8 @@ BRANCH = {"corpus": "sim", "trunk": "tiny", "trunk_step": 4, "train": {"schedule
         ({}, "--config|bridges={scib_metrics: ./python}",
          "config/config.yaml + --config: bridges: no bridge 'scib_metrics'; did you mean 'scib-metrics'?"),
         ({}, "--config|restart=tny", "restart: no run 'tny'; there are: tiny"),
+        ({}, "results/runs/tny/plan.json", "results/runs/tny/plan.json: no run 'tny'; did you mean 'tiny'?"),
+        ({}, "results/corpora/si/cells/sim.h5ad", "results/corpora/si/cells/sim.h5ad: no corpus 'si'; did you mean "),
         ({}, "--config|private=mine", "config/config.yaml + --config: private: "),
     ],
 )  # fmt: skip

@@ -27,6 +27,7 @@ with one_line():
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
+        jobs.check_targets(sys.argv[1:])
         # given on the command line, private is the text "true": the parsed value is validated
         validate({**config, "private": pipeline.private}, "../schemas/config.schema.json", set_default=False)
         # imports h5py, which jobs of a cluster do without

@@ -50,6 +50,15 @@ class JobFiles:
         named = [PublishedFolder.named_by(model or "") for model in models]
         self.published = {folder.name: folder for folder in named if folder is not None}
 
+    def check_targets(self, words: Iterable[str]) -> None:
+        """Raise ConfigError for a file of an unknown run or corpus among the words of the command: Snakemake would miss
+        a rule for it."""
+        for word in words:
+            path = Path(word).parts
+            for folder, kind, names in (("runs", "run", [*self.runs]), ("corpora", "corpus", [*self.corpora])):
+                if path[:2] == ("results", folder) and len(path) > 3 and path[2] not in names:
+                    raise ConfigError(f"{word}: no {kind} {path[2]!r}; {did_you_mean(path[2], names)}")
+
     # options
 
     def section(self, stage: str, wildcards: Wildcards) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
     over from a workflow that was killed, is made to hand over (SIGUSR1).
     """
     with open(folder / "lock", "a+", encoding="utf-8") as file:
-        deadline, signalled = time.monotonic() + wait_s, False
+        started, signalled, printed = time.monotonic(), False, False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,8 +106,12 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
             if follows and holder.follows and not signalled and holder.hands_over(folder / "lock"):
                 os.kill(holder.pid, signal.SIGUSR1)
                 signalled = True
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > wait_s:
                 raise DataError(f"{folder}: {busy.format(holder=holder.text)}")
+            if waited > wait_s / 20 and not printed:
+                print(f"{folder}: locked by {holder.text}; waiting up to {wait_s:g} s for it", flush=True)
+                printed = True
             time.sleep(0.2)
         file.seek(0)
         file.truncate()
