@@ -119,7 +119,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """metrics.json that stage evaluate writes to `out`, without the seconds of tasks, the only numbers that vary.
 
-    `files` has model and manifest, and cells and embedding: one path each, or a list for several datasets.
+    `files` has model and manifest, cells and embedding, one path each or a list for several datasets, and perhaps
+    baselines.
     `beside` are files of stage embed_external.
     """
     cells, embeddings = (
@@ -135,6 +136,7 @@ def evaluate(
         labels=len(cells) * [label],
         out=out,
         external=beside,
+        baselines=files.get("baselines"),
     )
     metrics: dict[str, Any] = json.loads(out.read_text())
     for dataset in metrics["datasets"].values():

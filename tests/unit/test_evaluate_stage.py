@@ -3,14 +3,17 @@
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import EntryPoint
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import anndata as ad
 import numpy as np
 import pytest
+import torch
 
 from cellmill.config import plugin
 from cellmill.config.options import EvaluateOptions
@@ -172,7 +175,7 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
 def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path: Path) -> None:
     end = stage._beside().submit(os._exit, 9)
     assert isinstance(end.exception(), BrokenProcessPool)
-    with pytest.raises(DataError, match=r"^the process that draws the UMAP was killed, "):
+    with pytest.raises(DataError, match=r"^a process of the evaluation was killed, "):
         evaluate(corpus, tmp_path / "metrics.json")
     assert not (tmp_path / "metrics.json").exists()
     stage._beside.cache_clear()
@@ -231,3 +234,50 @@ def test_a_plugin_task_runs_by_name_into_metrics_and_page(corpus: dict[str, Path
         assert text in page, text
     with pytest.raises(DataError, match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or"):
         evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_tasks_in_processes_of_their_own_have_the_results_of_one_process_and_save_its_baselines(
+    corpus: dict[str, Path], tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: dict[str, Any] = {"probe": {"seeds": 1}, "few_shot": {"draws": 2}, "reconstruct": {}}
+    found, saved = [], []
+    for n in (2, 1):
+        monkeypatch.setattr(stage, "MOST_PROCESSES", n)
+        folder = tmp_path / f"{n}"
+        found.append(evaluate(corpus | {"baselines": folder}, folder / "metrics.json", tasks=tasks))
+        saved.append(np.load(folder / "simulated.npz"))
+    assert found[0] == found[1]
+    assert [*found[0]["datasets"]["simulated"]["tasks"]] == [*tasks]
+    assert saved[0].files
+    assert {*saved[0].files} == {*saved[1].files}
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda: os._exit(9), "^a process of the evaluation was killed, perhaps for memory; "),
+        (lambda: 1 / 0, r"^simulated: task 'toy' failed \(ZeroDivisionError: division by zero\); "),
+    ],
+    ids=["killed", "failed"],
+)
+def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    toy: None,
+    two_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[], None],
+    message: str,
+) -> None:
+    monkeypatch.setattr(Toy, "run", lambda *_: end())
+    with pytest.raises(DataError, match=message):
+        evaluate(corpus, tmp_path / "metrics.json", tasks={"toy": {}, "probe": {}})
+    assert not (tmp_path / "metrics.json").exists()
+    assert [process for process in active_children() if "ForkProcess" in process.name] == []

@@ -344,6 +344,8 @@ def _named_supervised(result: TaskResult, supervised: str) -> TaskResult:
 class Task:
     """Base of the built-in tasks; a class of a plug-in needs these two methods alone."""
 
+    keeps_result = False  # computed once for all datasets, so not in a process of one dataset
+
     def __init__(self, config: Any) -> None:
         self.config = config
 

@@ -19,19 +19,23 @@ knock_out and predict_changes write what `evaluate/knock_out.py` and `evaluate/t
 """
 
 import json
+import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions, KnockOutOptions
@@ -60,6 +64,7 @@ from cellmill.evaluate.task import (
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import progress, refuse_overwriting, sha256_file, write_json
+from cellmill.launch.signals import die_with_parent
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -142,8 +147,8 @@ def evaluate(
         write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
     except BrokenProcessPool:
         raise DataError(
-            "the process that draws the UMAP was killed, perhaps for memory; raise mem_mb of evaluate in the profile's "
-            "set-resources"
+            "a process of the evaluation was killed, perhaps for memory; raise mem_mb of evaluate in the profile's "
+            "set-resources, or set its threads to 1"
         ) from None
     metrics = evaluation.about | {"options": section.model_dump(mode="json"), "datasets": datasets}
     write_scores(out.parent / "scores.csv", datasets)
@@ -215,39 +220,98 @@ class _Evaluation:
             )
 
 
+@dataclass(frozen=True)
+class _Work:
+    """A task on a dataset, with one of its labels."""
+
+    name: str
+    task: Task
+    context: Context
+
+    def run(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Entry of metrics.json, and what was added to the predictions of baselines."""
+        started, known = time.perf_counter(), self.context.baselines.known.copy()
+        entry = run_task(self.task, self.context).to_json()
+        entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
+        json.dumps(entry, allow_nan=False)
+        return entry, {key: found for key, found in self.context.baselines.known.items() if key not in known}
+
+
+def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
+    """Each task, and those that read a label again for each further label."""
+    for role in ["label", *(role for role in context.roles if role.startswith("label "))]:
+        again = role != "label"
+        ending = f" of {context.roles[role].name}" if again else ""
+        other = replace(context, roles={**context.roles, "label": context.roles[role]}) if again else context
+        for name, task in tasks.items():
+            if not again or context.options.tasks[name].reads_label:
+                yield _Work(name + ending, task, other)
+
+
+MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
+_inherited: list[_Work] = []  # of the dataset at work, for processes that are forked from this one
+
+
+def _run_inherited(at: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    return _inherited[at].run()
+
+
+def _on_one_thread() -> None:
+    """Initialize a forked process: its libraries' threads are not there, and results depend on no number of them."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    threadpool_limits(1)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are forked at the first call, and ended where an error ends the evaluation."""
+    others = active_children()
+    with ProcessPoolExecutor(n, get_context("fork"), _on_one_thread) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
-    """Entry of each task in metrics.json, those that read a label again for each further label; prints the results.
+    """Entry of each task in metrics.json; prints the results. On CPU cores several processes run the tasks.
 
     A task that fails is named in the last line, below its traceback.
     """
-    results: dict[str, Any] = {}
+    works, results, futures = [*_works(tasks, context)], {}, {}
     dataset, n_scored, n_cells = context.dataset, int(context.scored.sum()), context.reader.n_obs
-    for role in ["label", *(role for role in context.roles if role.startswith("label "))]:
-        other, ending = context, ""
-        if role != "label":
-            ending = f" of {context.roles[role].name}"
-            other = replace(context, roles={**context.roles, "label": context.roles[role]})
-        print(f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})", flush=True)
-        listed = progress(tasks.items(), f"evaluate {dataset}{ending}", len(tasks), "tasks", now=lambda pair: pair[0])
-        for name, task in listed:
-            if ending and not context.options.tasks[name].reads_label:
-                continue
-            started = time.perf_counter()
+    print(f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})", flush=True)
+    apart = [at for at, work in enumerate(works) if not getattr(work.task, "keeps_result", False)]
+    on_gpu = next(context.model.network.parameters()).is_cuda
+    n = 1 if on_gpu else min(torch.get_num_threads(), len(apart), MOST_PROCESSES)
+    with ExitStack() as stack:
+        if n > 1:
+            _inherited[:] = works
+            pool = stack.enter_context(_processes(n))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
+                futures = {at: pool.submit(_run_inherited, at) for at in apart}
+        listed = progress(enumerate(works), f"evaluate {dataset}", len(works), "tasks", now=lambda pair: pair[1].name)
+        for at, work in listed:
             try:
-                entry = run_task(task, other).to_json()
-                entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
-                json.dumps(entry, allow_nan=False)
-            except UserError:
+                entry, added = futures[at].result() if at in futures else work.run()
+            except (UserError, BrokenProcessPool):
                 raise
             except Exception as error:
                 traceback.print_exc()
                 raise DataError(
-                    f"{dataset}: task {name + ending!r} failed ({in_one_line(error)}); repair it, or take it out of "
+                    f"{dataset}: task {work.name!r} failed ({in_one_line(error)}); repair it, or take it out of "
                     "evaluate.tasks"
                 ) from None
-            results[name + ending] = entry
+            context.baselines.known.update(added)
+            results[work.name] = entry
             for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
-                print(f"{dataset}: {name}{ending}: {line}", flush=True)
+                print(f"{dataset}: {work.name}: {line}", flush=True)
     return results
 
 

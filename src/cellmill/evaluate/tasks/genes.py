@@ -36,6 +36,7 @@ OF_GENES, LOADINGS, RANDOM = f"{EMBEDDING} of genes", f"PCA{COMPONENTS} of genes
 class GeneTask(Task):
     """Task on the vectors of genes: it reads no cells of a dataset, so its result is computed once for all of them."""
 
+    keeps_result = True
     _known: TaskResult | None = None
 
     def run(self, context: Context) -> TaskResult:
