@@ -178,11 +178,21 @@ def test_tensor_parallel_ranks_share_the_cells_of_their_group(corpus: Manifest, 
     assert cut["memory"]["total_bytes"] < one["memory"]["total_bytes"]
 
 
-def test_cut_cells_are_reported(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cut_cells_are_reported(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned, detected = _plan(corpus, tmp_path, tokens={"max_tokens": 2}), detected_genes(corpus)
     assert planned["genes_per_cell"] == pytest.approx(detected.mean())
     assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
-    assert f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts" in capsys.readouterr().out
+    said = f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
+    assert said in capsys.readouterr().out
+    assert "max_tokens" not in " ".join(planned["warnings"])  # cells of a transformer cost what their tokens do
+    monkeypatch.setitem(SECTIONS, "model", {"family": "profile", "hidden": 16})
+    monkeypatch.setitem(SECTIONS, "objective", {"name": "cell_decoding"})
+    assert _plan(corpus, tmp_path, tokens={"max_tokens": detected.max()})["warnings"] == []
+    _plan(corpus, tmp_path, tokens={"max_tokens": 2})
+    hint = f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family profile is more accurate with"
+    assert f"warning     {hint}" in capsys.readouterr().out
 
 
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def plan(
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
+    if plan["cut_cells_frac"] and not options.model.sequence_parallel:  # its blocks compute rows of cells
+        plan["warnings"].append(
+            f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
+            "more accurate with all of them, at little more cost (docs/objectives.md)"
+        )
     # what the processes of a node pin beside their GPUs
     pinned = machine.nproc_per_node * (plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"])
     if machine.mem_mb and pinned > machine.mem_mb * MB:
