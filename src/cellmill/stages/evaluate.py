@@ -292,6 +292,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
     with ExitStack() as stack:
         if n > 1:
             _inherited[:] = works
+            stack.callback(_inherited.clear)
             pool = stack.enter_context(_processes(n))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
