@@ -24,7 +24,7 @@ rule made:
     output:
         "made.txt",
     params:
-        seen=lambda wildcards: f"{is_main} {elsewhere()} {executes()} {config_source} {machines.trains}",
+        seen=lambda wildcards: f"{is_main} {elsewhere()} {executes()} {config_source} {machines.trains} {words[-1]}",
         known=f"{is_made('made.txt')} {is_made('other.txt')} {checkout}",
     shell:
         "echo seen {params.seen:q} {params.known:q} made | tee {output:q}"
@@ -42,11 +42,11 @@ rule asked:
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (["-n"], "True False False config/config.yaml True"),
-        ([], "True False True config/config.yaml True"),
-        (["-n", "--configfile", "other.yaml"], "True False False other.yaml + config/config.yaml True"),
-        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False other.yaml True"),
-        (["--config", "one=1", "two=2", "-n"], "True False False config/config.yaml + --config True"),
+        (["-n"], "True False False config/config.yaml True asked"),
+        ([], "True False True config/config.yaml True asked"),
+        (["-n", "--configfile", "other.yaml"], "True False False other.yaml + config/config.yaml True asked"),
+        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False other.yaml True asked"),
+        (["--config", "one=1", "two=2", "-n"], "True False False config/config.yaml + --config True asked"),
     ],
     ids=["dry", "run", "more", "replaced", "command"],
 )

@@ -1,5 +1,5 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
-# this file again. is_main, elsewhere, executes, is_made, machines, config_source, one_line: undocumented.smk.
+# this file again. is_main, elsewhere, executes, is_made, machines, config_source, words, one_line: undocumented.smk.
 import atexit
 import os
 import re
@@ -27,7 +27,7 @@ with one_line():
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
-        jobs.check_targets(sys.argv[1:])
+        jobs.check_targets(words)
         # given on the command line, private is the text "true": the parsed value is validated
         validate({**config, "private": pipeline.private}, "../schemas/config.schema.json", set_default=False)
         # imports h5py, which jobs of a cluster do without

@@ -14,6 +14,7 @@ checkout = checkout if checkout.is_dir() else Path()  # of a workflow at a URL: 
 own = [] if workflow.config_settings.replace_workflow_config else ["config/config.yaml"]
 config_files = [*dict.fromkeys(map(os.path.relpath, [*workflow.configfiles, *filter(os.path.exists, own)]))]
 given = ["--config"] if workflow.config_settings.config else []
+words = sys.argv[1:] if is_main else []  # of the command, targets among them
 config_source = " + ".join([*config_files, *given])  # in messages
 
 with one_line():
@@ -23,7 +24,7 @@ with one_line():
         read_yaml(Path(path))
     # `--set-resources train:nodes=2` replaces the whole set-resources of the profile: its keys for train and plan become
     # the defaults of these rules, those for others are set again, and only the command says which profile it is
-    machines = machines_of_command(sys.argv[1:]) if is_main else Profile()
+    machines = machines_of_command(words) if is_main else Profile()
     for rule, resources in machines.discarded.items():
         resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
         workflow.resource_settings.overwrite_resources[rule] = resources
