@@ -98,6 +98,7 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     all_reduce = (time.perf_counter() - began) / 3
     Path(folder, f"{world}-{rank}.txt").write_text(f"{statistics.median(took[1:])} {all_reduce}")  # the first allocates
     dist.destroy_process_group()
+    os._exit(0)  # a thread of autograd that wants the GIL during Python's shutdown aborts the process
 
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
