@@ -20,7 +20,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.obs import numbers_in
 from cellmill.errors import ConfigError
-from cellmill.evaluate.predict import STEPS, calibrate, classifications_of, fit_temperature, run_head
+from cellmill.evaluate.calibration import STEPS, calibrate, classifications_of, fit_temperature, run_head
 from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.objectives.labels import anticorrelation
 from cellmill.planner.inputs import check_levels, fitted

@@ -1,111 +1,38 @@
-"""Prediction of labels and numbers by the heads of a model, their calibration, and `LoadedModel` (`cellmill.load`).
+"""Prediction of labels and numbers by the heads of a model, and `LoadedModel` (`cellmill.load`).
 
 config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the order of the head's
 rows) and `calibration` (fields of `Calibration`), or None and the reason in `uncalibrated`. If a sum has several
 classifiers, the others are in `more_classifiers`, by part. `regressors` lists the columns of predicted numbers.
-
-A classifier is calibrated on cells it was not trained on. One temperature divides all logits, so it never changes a
-cell's most likely label (Guo et al. 2017, section 4.2). It minimises the cross-entropy, and is kept only if
-temperatures fitted without a fifth of the cells lower the calibration error on that fifth; otherwise it is 1. The error
-is the expected calibration error of the same paper, section 3.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from scipy.special import log_softmax, softmax
 
 from cellmill.config.load import check_options
-from cellmill.config.options import TrainOptions
 from cellmill.config.run import Embed, Predict
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import text_of
-from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.obs import values_of_column
-from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
+from cellmill.evaluate.calibration import NO_VALIDATION, STEPS, classifications_of, regressions_of, run_head
 from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
-from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
-from cellmill.models.objective import Objective
-from cellmill.models.objectives.labels import Classification, Regression, calibration_error, error_of_logits, highest_of
-
-STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
-LARGEST = 100.0  # temperature, and inverse of the smallest: cells that are all separated would have none
-FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temperature is of use
-
-
-@dataclass(frozen=True)
-class Calibration:
-    temperature: float
-    n_cells: int
-    accuracy: float
-    calibration_error: float
-    calibration_error_uncalibrated: float  # with temperature 1
-    # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
-    accuracy_above: list[float | None]
-    labelled_above: list[float]  # share of these cells
-
-
-def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
-    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
-    logits = logits.astype(np.float64)
-    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
-    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
-        if not held_out.all():
-            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
-    lowers_error = error_of_logits(scaled, labels) < error_of_logits(logits, labels)
-    temperature = fit_temperature(logits, labels) if lowers_error else 1.0
-    highest, right = highest_of(logits / temperature, labels)
-    above = highest[:, None] >= np.arange(STEPS) / STEPS
-    accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
-    return Calibration(
-        temperature=temperature,
-        n_cells=len(labels),
-        accuracy=float(right.mean()),
-        calibration_error=calibration_error(highest, right),
-        calibration_error_uncalibrated=error_of_logits(logits, labels),
-        accuracy_above=accuracy,
-        labelled_above=above.mean(axis=0).tolist(),
-    )
-
-
-def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
-
-    def loss(log_temperature: float) -> float:
-        scaled = log_softmax(logits / np.exp(log_temperature), axis=1)
-        return -float(scaled[np.arange(len(labels)), labels].mean())
-
-    bound = float(np.log(LARGEST))
-    minimize_scalar = import_module("scipy.optimize").minimize_scalar  # a fifth of a second, for few models
-    return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
-
+from cellmill.models.objectives.labels import Classification, softmax
 
 UNKNOWN = "unknown"
 MOST_NAMES = 20  # labels that are named, the most frequent
-NO_VALIDATION = "the run had no labelled validation cells"
-CHUNK = 65_536  # cells whose logits are computed at once
-
-
-def classifications_of(objective: Objective) -> dict[str, Classification]:
-    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose label is hidden."""
-    heads = {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
-    return {name: head for name, head in heads.items() if head.config.adversarial_scale is None}
-
-
-def regressions_of(objective: Objective) -> dict[str, Regression]:
-    """Return the objective, or the parts of a sum, that predict numbers, by part."""
-    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
+LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
+PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
+VALUE = "cellmill_value"  # obs
+ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 
 def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Classification, dict[str, Any]]]:
@@ -116,53 +43,6 @@ def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Clas
         return {}
     others = {name: entry for name, entry in config.get("more_classifiers", {}).items() if name in heads}
     return {"": (heads[first], config["classifier"])} | {f"_{name}": (heads[name], own) for name, own in others.items()}
-
-
-@torch.inference_mode()
-def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from vectors of `embed`."""
-    device = next(model.parameters()).device
-    parts = torch.from_numpy(vectors).split(CHUNK)
-    return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
-
-
-def calibration_of(
-    model: Model, options: TrainOptions, manifest: Path, objective: Classification
-) -> Calibration | None:
-    """Calibration of a head on the labelled validation cells of its run, None without any; for a model on the CPU."""
-    if Manifest.read(manifest).splits["val"].n_obs == 0:
-        return None
-    stream = CellStream(
-        manifest,
-        "val",
-        options.tokens,
-        options.stream,
-        global_batch=options.train.global_batch,
-        token_budget=options.train.token_budget,
-        rank=0,
-        world=1,
-        seed=options.train.seed,
-        shuffle=False,
-        max_cells=options.train.val_cells,
-        columns=options.obs_columns(),
-    )
-    at, vectors, labels = [*options.obs_columns()].index(objective.config.label_column), [], []
-    with torch.inference_mode():
-        for batch in (batch for step in stream for batch in step):
-            assert batch.levels is not None
-            known = (batch.levels[:, at] > 0) & (batch.levels[:, at] <= len(objective.labels))
-            known &= np.diff(batch.cu_seqlens) > 0
-            vectors.append(model.embed(to_tensors(batch)).float().numpy()[known])
-            labels.append(batch.levels[known, at].astype(np.int64) - 1)
-    stream.close()
-    found = np.concatenate(labels)
-    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), found) if len(found) else None
-
-
-LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
-PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
-VALUE = "cellmill_value"  # obs
-ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 
 @dataclass(frozen=True)
@@ -222,7 +102,7 @@ def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, sm
     for end, (objective, classifier) in classifiers_of(model, config).items():
         calibration, least = classifier["calibration"] or {}, smallest[end]
         logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
-        probabilities = softmax(logits / calibration.get("temperature", 1.0), axis=1).astype(np.float32)
+        probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
         highest, names = probabilities.max(axis=1), list(classifier["labels"])
         categories = names if UNKNOWN in names or not least else [*names, UNKNOWN]
         known, below = np.isfinite(highest), highest < least

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from scipy.special import logsumexp
 
 from cellmill.report.collect import ReportedRun, evaluated_datasets
 from cellmill.report.tables import TaskTable
@@ -57,7 +56,7 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
     def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         log_factor, log_floor, exponent = parameters
         parts = log_factor - exponent * log_x, np.full_like(log_x, log_floor)
-        predicted = logsumexp(parts, axis=0)
+        predicted = np.logaddexp(*parts)
         off = predicted - log_y
         loss = np.where(np.abs(off) <= DELTA, off**2 / (2 * DELTA), np.abs(off) - DELTA / 2).sum()
         slope, share = np.clip(off / DELTA, -1, 1), np.exp(parts[0] - predicted)

@@ -33,8 +33,9 @@ from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array, text_of
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
+from cellmill.evaluate.calibration import NO_VALIDATION
 from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
-from cellmill.evaluate.predict import LABEL, NO_VALIDATION, classifiers_of, count_labels, predict_heads, thresholds_of
+from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of
 from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
 from cellmill.files import refuse_overwriting, sha256_file, write_json
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells

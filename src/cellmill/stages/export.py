@@ -22,7 +22,7 @@ from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
-from cellmill.evaluate.predict import NO_VALIDATION, calibration_of, classifications_of, regressions_of
+from cellmill.evaluate.calibration import NO_VALIDATION, calibration_of, classifications_of, regressions_of
 from cellmill.files import read_json, write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import softmax
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -61,6 +60,12 @@ EPS = 1e-8  # added to variances of standardised numbers: equal predictions have
 ANCHORS = 1024  # cells compared with all others at once
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """(cells, labels) float -> probabilities. scipy.special's takes a sixth of a second to import."""
+    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
     """Return the expected calibration error of cells with these highest probabilities, (cells,), right or wrong."""
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
@@ -75,7 +80,7 @@ def error_of_logits(logits: np.ndarray, labels: np.ndarray, temperature: float =
 
 def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and whether its label is right, 0 or 1."""
-    probabilities = softmax(logits, axis=1)
+    probabilities = softmax(logits)
     return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
 
 

@@ -1,0 +1,127 @@
+"""Calibration of a model's classifiers, on cells that it was not trained on.
+
+One temperature divides all logits, so it never changes a cell's most likely label (Guo et al. 2017, section 4.2). It
+minimises the cross-entropy, and is kept only if temperatures fitted without a fifth of the cells lower the calibration
+error on that fifth; otherwise it is 1. The error is the expected calibration error of the same paper, section 3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cellmill.config.options import TrainOptions
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.models.batch import to_tensors
+from cellmill.models.family import Model
+from cellmill.models.objective import Objective
+from cellmill.models.objectives.labels import Classification, Regression, calibration_error, error_of_logits, highest_of
+
+STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
+LARGEST = 100.0  # temperature, and inverse of the smallest: cells that are all separated would have none
+NO_VALIDATION = "the run had no labelled validation cells"
+CHUNK = 65_536  # cells whose logits are computed at once
+FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temperature is of use
+
+
+@dataclass(frozen=True)
+class Calibration:
+    temperature: float
+    n_cells: int
+    accuracy: float
+    calibration_error: float
+    calibration_error_uncalibrated: float  # with temperature 1
+    # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
+    accuracy_above: list[float | None]
+    labelled_above: list[float]  # share of these cells
+
+
+def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
+    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
+    logits = logits.astype(np.float64)
+    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
+    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
+        if not held_out.all():
+            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
+    lowers_error = error_of_logits(scaled, labels) < error_of_logits(logits, labels)
+    temperature = fit_temperature(logits, labels) if lowers_error else 1.0
+    highest, right = highest_of(logits / temperature, labels)
+    above = highest[:, None] >= np.arange(STEPS) / STEPS
+    accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
+    return Calibration(
+        temperature=temperature,
+        n_cells=len(labels),
+        accuracy=float(right.mean()),
+        calibration_error=calibration_error(highest, right),
+        calibration_error_uncalibrated=error_of_logits(logits, labels),
+        accuracy_above=accuracy,
+        labelled_above=above.mean(axis=0).tolist(),
+    )
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
+
+    def loss(log_temperature: float) -> float:
+        scaled = torch.from_numpy(logits / np.exp(log_temperature)).log_softmax(1).numpy()
+        return -float(scaled[np.arange(len(labels)), labels].mean())
+
+    bound = float(np.log(LARGEST))
+    minimize_scalar = import_module("scipy.optimize").minimize_scalar  # a fifth of a second, for few models
+    return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
+
+
+def classifications_of(objective: Objective) -> dict[str, Classification]:
+    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose label is hidden."""
+    heads = {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
+    return {name: head for name, head in heads.items() if head.config.adversarial_scale is None}
+
+
+def regressions_of(objective: Objective) -> dict[str, Regression]:
+    """Return the objective, or the parts of a sum, that predict numbers, by part."""
+    return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
+
+
+@torch.inference_mode()
+def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from vectors of `embed`."""
+    device = next(model.parameters()).device
+    parts = torch.from_numpy(vectors).split(CHUNK)
+    return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
+
+
+def calibration_of(
+    model: Model, options: TrainOptions, manifest: Path, objective: Classification
+) -> Calibration | None:
+    """Calibration of a head on the labelled validation cells of its run, None without any; for a model on the CPU."""
+    if Manifest.read(manifest).splits["val"].n_obs == 0:
+        return None
+    stream = CellStream(
+        manifest,
+        "val",
+        options.tokens,
+        options.stream,
+        global_batch=options.train.global_batch,
+        token_budget=options.train.token_budget,
+        rank=0,
+        world=1,
+        seed=options.train.seed,
+        shuffle=False,
+        max_cells=options.train.val_cells,
+        columns=options.obs_columns(),
+    )
+    at, vectors, labels = [*options.obs_columns()].index(objective.config.label_column), [], []
+    with torch.inference_mode():
+        for batch in (batch for step in stream for batch in step):
+            assert batch.levels is not None
+            known = (batch.levels[:, at] > 0) & (batch.levels[:, at] <= len(objective.labels))
+            known &= np.diff(batch.cu_seqlens) > 0
+            vectors.append(model.embed(to_tensors(batch)).float().numpy()[known])
+            labels.append(batch.levels[known, at].astype(np.int64) - 1)
+    stream.close()
+    found = np.concatenate(labels)
+    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), found) if len(found) else None
