@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "profile": {"family": "profile", "hidden": 128, "layers": 1},
     "encoder": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
 }
+MOST_TOKENS = {"profile": 2**15, "encoder": 512}  # all genes of a cell cost attention too much
 REGRESSIONS = (
     "frozen vectors, logistic regression",
     "all genes, logistic regression",
@@ -121,10 +122,10 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
         },
         "preprocess": {"organism": given.organism, "min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
         "shard": {"val_frac": 0.0, "test_frac": 0.0},
-        "tokens": {"tokenizer": "continuous", "max_tokens": 512},
+        "tokens": {"tokenizer": "continuous", "max_tokens": MOST_TOKENS[given.family]},
         "model": MODELS[given.family],
         "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"global_batch": 32, "token_budget": 32768, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
+        "train": {"global_batch": 32, "token_budget": 2**20, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
         "consolidate": {"checkpoint": "last"},
         "embed": {"min_coverage_frac": 0, "min_expressed_frac": 0},
         "runs": runs,

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import quality
 from origin import commit, machine
 from workflow_runs import SECTIONS, metrics_file, result, seeded_runs, snakemake, tables, write, write_config
 
 DATASETS: dict[str, dict[str, str]] = {"pbmc_donor_a": {}, "kang_wide": {"condition": "condition"}}
-PROFILE = {"family": "profile", "hidden": 128, "layers": 1}
 ENCODER = {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
-    "profile": {"model": PROFILE, "objective": {"name": "cell_decoding"}, "train": {"optimizer": "adamw"}},
-    "profile-query": {"model": PROFILE, "objective": {"name": "query_decoding"}, "train": {"optimizer": "adamw"}},
+    "profile": quality.MODELS["profile"],
+    "profile-query": quality.MODELS["profile"] | {"objective": {"name": "query_decoding"}},
     "encoder-masked": {
         "model": ENCODER,
         "objective": {"name": "masked_value", "renormalize": True},

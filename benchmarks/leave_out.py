@@ -18,12 +18,8 @@ from transfer import table
 from workflow_runs import metrics_file, result, seeded_runs, snakemake, verdicts, write_config
 
 DATA: dict[str, dict[str, Any]] = {
-    "cellbench": {"batch": "batch", "preprocess": {}, "tokens": {"max_tokens": 256}},
-    "merfish_mouse": {
-        "batch": "major_brain_region",
-        "preprocess": {"organism": "mouse", "min_genes": 5},
-        "tokens": {"max_tokens": 512},
-    },
+    "cellbench": {"batch": "batch", "preprocess": {}},
+    "merfish_mouse": {"batch": "major_brain_region", "preprocess": {"organism": "mouse", "min_genes": 5}},
 }
 ROWS = ("all genes", "PCA50", "PCA50 of the training cells", "untrained", "embedding")
 FEATURES = {name: name for name in ROWS}
@@ -35,7 +31,7 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     rows, made = ["dataset\tpath\tcounts\tlabel\tbatch"], {}
     for name, of in DATA.items():
         rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\tcell_type\t{of['batch']}")
-        options = {"corpus": name, "tokens": of["tokens"]} | MODELS["profile"]
+        options = {"corpus": name} | MODELS["profile"]
         made[name] = seeded_runs(name, options, seeds, steps=400, checkpoint_every_steps=400)
     corpora = {
         name: {"table": "config/datasets.tsv", "datasets": [name], "preprocess": of["preprocess"]}

@@ -58,14 +58,14 @@ SUPERVISED = {"name": "sum", "parts": {"cell_decoding": {}, "supervised_contrast
 SUM = {"name": "sum", "parts": {"cell_decoding": {}, "masked_value": {"weight": 0.3, "renormalize": True}}}
 MODELS: dict[str, dict[str, Any]] = {
     "profile": {"model": PROFILE, "objective": DECODING, "tokens": ALL_GENES, "train": ADAMW},
-    "profile-thin": {"model": PROFILE, "objective": DECODING | {"view": "thin"}, "tokens": ALL_GENES, "train": ADAMW},
     "profile-supervised": {"model": PROFILE, "objective": SUPERVISED, "tokens": ALL_GENES, "train": ADAMW},
     "encoder0": {"model": ENCODER | {"layers": 0}, "objective": DECODING, "train": ADAMW | {"lr": 1e-2}},
     "encoder2": {"model": ENCODER, "objective": DECODING},
-    "encoder2-nb": {"model": ENCODER, "objective": DECODING | {"likelihood": "nb"}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "profile-drop": {"model": PROFILE, "objective": DECODING | {"view": "drop"}, "train": ADAMW},
+    "profile-thin": {"model": PROFILE, "objective": DECODING | {"view": "thin"}, "tokens": ALL_GENES, "train": ADAMW},
+    "profile-drop": {"model": PROFILE, "objective": DECODING | {"view": "drop"}, "tokens": ALL_GENES, "train": ADAMW},
+    "encoder2-nb": {"model": ENCODER, "objective": DECODING | {"likelihood": "nb"}},
     "encoder2-sum": {"model": ENCODER, "objective": SUM},
     "encoder2-masked-value": {"model": ENCODER, "objective": {"name": "masked_value"}},
     "encoder2-masked-gene": {"model": ENCODER, "objective": {"name": "masked_gene"}},
@@ -79,11 +79,11 @@ SMALL = PROFILE | {"hidden": 16}
 
 def _student(model: dict[str, Any], teacher: str) -> dict[str, Any]:
     parts = {"cell_decoding": {}, "distill": {"teacher": f"{TEACHER}{teacher}"}}
-    return {"model": model, "objective": {"name": "sum", "parts": parts}, "train": ADAMW}
+    return {"model": model, "objective": {"name": "sum", "parts": parts}, "tokens": ALL_GENES, "train": ADAMW}
 
 
 STUDENTS: dict[str, dict[str, Any]] = {
-    "profile-16": {"model": SMALL, "objective": DECODING, "train": ADAMW},
+    "profile-16": {"model": SMALL, "objective": DECODING, "tokens": ALL_GENES, "train": ADAMW},
     "profile-16-by-profile": _student(SMALL, "profile"),
     "profile-16-by-encoder2": _student(SMALL, "encoder2"),
     "profile-by-encoder2": _student(PROFILE, "encoder2"),
@@ -94,10 +94,10 @@ STEPS: dict[str, int | str] = {"profile": "auto", "encoder0": 400}
 """Optimizer steps by the first part of a model's name; 250 for models with attention, which take about the time of
 `profile` on a panel and half of it on whole transcriptomes."""
 TASKS: dict[str, dict[str, Any]] = {
-    "probe": {"seeds": 3, "neighbors": 5},  # some classes have fewer than 15 cells
+    "probe": {"seeds": 5, "neighbors": 5},  # some classes have fewer than 15 cells
     "few_shot": {"shots": [5], "draws": 5},
-    "low_depth": {"count_fracs": [0.1], "repeats": 2},
-    "missing_genes": {"genes": [75], "repeats": 2},
+    "low_depth": {"count_fracs": [0.1], "repeats": 4},
+    "missing_genes": {"genes": [75], "repeats": 4},
     "imputation": {"seeds": 1},
 }
 COLUMNS = {

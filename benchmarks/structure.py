@@ -35,7 +35,7 @@ def write_runs(folder: Path, data: Path, datasets: list[str], seeds: int) -> dic
         rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\t{of['label']}\t{BATCHES.get(name, '')}")
         sections = {section: of.get(section, {}) for section in ("preprocess", "shard")}
         corpora[name] = {"table": "config/datasets.tsv", "datasets": [name], **sections}
-        options = {"corpus": name, "tokens": of.get("tokens", {}), "evaluate": {"tasks": TASKS}} | MODELS["profile"]
+        options = {"corpus": name, "evaluate": {"tasks": TASKS}} | MODELS["profile"]
         made[name] = seeded_runs(name, options, seeds, steps=400, checkpoint_every_steps=400)
         made[name][f"{name}-0"]["evaluate"] = {"tasks": ALL_TASKS}
     runs = {run: options for of in made.values() for run, options in of.items()}

@@ -25,7 +25,6 @@ PAIRS: dict[str, dict[str, Any]] = {
         "label": "cell_type",
         "parts": {"celseq2": "batch != 'sc_dropseq'", "dropseq": "batch == 'sc_dropseq'"},
         "sections": {"preprocess": {}},
-        "tokens": {"max_tokens": 256},
     },
     "MERFISH, other regions to striatum, midbrain and hippocampus": {
         "file": "merfish_mouse",
@@ -35,7 +34,6 @@ PAIRS: dict[str, dict[str, Any]] = {
             "three": "major_brain_region in ['Striatum', 'Midbrain', 'Hippocampus']",
         },
         "sections": {"preprocess": {"organism": "mouse", "min_genes": 5}},
-        "tokens": {"max_tokens": 512},
     },
 }
 FEATURES = {
@@ -61,7 +59,7 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
         corpora[first] = {"table": "config/datasets.tsv", "datasets": [first], **pair["sections"]}
         tasks = {"transfer": {"fit_on": [first], "neighbors": 5}}
         evaluate = {"datasets": [first, second], "tasks": tasks}
-        options = {"corpus": first, "tokens": pair["tokens"], "evaluate": evaluate} | MODELS["profile"]
+        options = {"corpus": first, "evaluate": evaluate} | MODELS["profile"]
         of_pair = seeded_runs(first, options, seeds, steps=400, checkpoint_every_steps=400)
         made[title] = [*of_pair]
         runs |= of_pair

@@ -87,7 +87,12 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
     [
         pytest.param(*kind, how, marks=() if how == RECOMPUTED[at % 3] else pytest.mark.full)
         for at, kind in enumerate(
-            [*((*kind, {}) for kind in KINDS), (*KINDS[0], {"dropout": 0.1}), (*KINDS[1], {"cell_loss_weight": 0})]
+            [
+                *((*kind, {}) for kind in KINDS[:-1]),
+                (*KINDS[-1], {"max_hidden_frac": 0.8}),  # with 0.99, 20 cells show too far from the mean
+                (*KINDS[0], {"dropout": 0.1}),
+                (*KINDS[1], {"cell_loss_weight": 0}),
+            ]
         )
         for how in RECOMPUTED
     ],

@@ -361,6 +361,9 @@ class CellDecodingConfig(DecodingConfig):
     """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
 
     name: Literal["cell_decoding"] = "cell_decoding"
+    max_hidden_frac: float = Field(0.99, gt=0, lt=1)
+    """Maximum; the fraction is drawn uniformly between both for each cell and step. With 0.8, a model of all genes does
+    not learn from cells of few genes (docs/objectives.md)."""
     view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
     """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial draw of each
     count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The rest is hidden."""
@@ -368,7 +371,8 @@ class CellDecodingConfig(DecodingConfig):
 
 
 class DenoiseConfig(DecodingConfig):
-    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all."""
+    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all, of which at
+    most 80 % are hidden."""
 
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["all"]] = "all"
