@@ -269,8 +269,9 @@ class Degraded(Task):
             for split in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
                 with small_problems():
                     predicted = self._predicted(context, cells, chosen.labels, split)
+                largest = {MAJORITY: majority(chosen.labels[split[1]], len(split[2]))}
                 for column, classes in predicted.items():
-                    predictions.record(column, repeat, split[2], classes)
+                    predictions.record(column, repeat, split[2], classes | largest)
         numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         columns, metric = predictions.accuracies(), f"{list(levels)[-1]}, shifted"
         return TaskResult.from_columns(columns, chosen.numbers | numbers, metric=metric)
