@@ -25,9 +25,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import yaml
+from quality import ALL_GENES, ENCODER, PROFILE
 from sklearn.decomposition import PCA
 from sklearn.metrics import f1_score
-from workflow_runs import snakemake
+from workflow_runs import SECTIONS, snakemake
 
 from cellmill.evaluate.baselines import fit
 from cellmill.evaluate.features import classifiers
@@ -45,10 +46,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}, "train": {"lr": 1e-2}},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "profile": {"family": "profile", "hidden": 128, "layers": 1},
-    "encoder": {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4},
+    "profile": {"model": PROFILE, "tokens": SECTIONS["tokens"] | ALL_GENES},
+    "encoder": {"model": ENCODER, "tokens": SECTIONS["tokens"]},  # all genes of a cell cost attention too much
 }
-MOST_TOKENS = {"profile": 2**15, "encoder": 512}  # all genes of a cell cost attention too much
 REGRESSIONS = (
     "frozen vectors, logistic regression",
     "all genes, logistic regression",
@@ -122,8 +122,7 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
         },
         "preprocess": {"organism": given.organism, "min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
         "shard": {"val_frac": 0.0, "test_frac": 0.0},
-        "tokens": {"tokenizer": "continuous", "max_tokens": MOST_TOKENS[given.family]},
-        "model": MODELS[given.family],
+        **MODELS[given.family],
         "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
         "train": {"global_batch": 32, "token_budget": 2**20, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
         "consolidate": {"checkpoint": "last"},

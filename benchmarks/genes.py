@@ -20,12 +20,11 @@ from origin import commit, machine
 from workflow_runs import SECTIONS, metrics_file, result, seeded_runs, snakemake, tables, write, write_config
 
 DATASETS: dict[str, dict[str, str]] = {"pbmc_donor_a": {}, "kang_wide": {"condition": "condition"}}
-ENCODER = {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "profile": quality.MODELS["profile"],
     "profile-query": quality.MODELS["profile"] | {"objective": {"name": "query_decoding"}},
     "encoder-masked": {
-        "model": ENCODER,
+        "model": quality.ENCODER,
         "objective": {"name": "masked_value", "renormalize": True},
         "tokens": {"zero_frac": 0.3},
     },

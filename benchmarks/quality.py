@@ -49,7 +49,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     },
 }
 PROFILE = {"family": "profile", "hidden": 128, "layers": 1}
-ALL_GENES = {"max_tokens": 2**15}  # they cost this family next to nothing
+ALL_GENES = {"max_tokens": 2**15}  # of family profile, whose rows are cells
 ENCODER = {"family": "encoder", "hidden": 64, "layers": 2, "heads": 4}
 DECODING = {"name": "cell_decoding"}
 ADAMW = {"optimizer": "adamw", "token_budget": 2**20}  # as good as Muon without attention, at half the time
