@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from sklearn.decomposition import PCA
+from threadpoolctl import threadpool_limits
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate
@@ -357,7 +358,8 @@ class Task:
 def run_task(task: Task, context: Context) -> TaskResult:
     """Result of a task, whose rows say with which labels the model was trained (`Context.supervised`)."""
     try:
-        result = task.run(context)
+        with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
+            result = task.run(context)
     except Skipped as skipped:
         return TaskResult([], None, [], skipped.numbers, skipped=str(skipped))
     return result if context.supervised is None else _named_supervised(result, context.supervised)

@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions, KnockOutOptions
@@ -260,7 +259,6 @@ def _on_one_thread() -> None:
     """Initialize a forked process: its libraries' threads are not there, and results depend on no number of them."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    threadpool_limits(1)
     torch.set_num_threads(1)
 
 

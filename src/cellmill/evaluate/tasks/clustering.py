@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
@@ -83,13 +82,12 @@ class Clustering(Task):
         config = self.config
         chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
         counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
-        with threadpool_limits(1):  # sums in one order: the same clusters on any number of cores
-            features = features_of_counts(context, counts, context.vectors[chosen.cells])
-            genes, own = features.pop(ALL_GENES), f"PCA{COMPONENTS} of the scored cells"
-            scaled = StandardScaler(with_mean=False).fit_transform(genes)
-            features |= {own: own_components(genes), f"{own}, scaled genes": own_components(scaled), ALL_GENES: genes}
-            features = with_external(features, context, chosen.cells)
-            found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
+        features = features_of_counts(context, counts, context.vectors[chosen.cells])
+        genes, own = features.pop(ALL_GENES), f"PCA{COMPONENTS} of the scored cells"
+        scaled = StandardScaler(with_mean=False).fit_transform(genes)
+        features |= {own: own_components(genes), f"{own}, scaled genes": own_components(scaled), ALL_GENES: genes}
+        features = with_external(features, context, chosen.cells)
+        found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
             for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):

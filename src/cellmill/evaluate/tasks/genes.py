@@ -18,7 +18,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import GeneEmbeddingConfig, GrnConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -198,14 +197,13 @@ class GeneEmbedding(GeneTask):
             members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
             numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
         columns, by_set = [], {}
-        with threadpool_limits(1):  # small problems: threads cost more than they save
-            for heading, sets in members.items():
-                if sets:
-                    terms = self._terms(context, features, sets, expressed)
-                    means = {name: np.mean(values, axis=0) for name, values in terms.items()}
-                    columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
-                    if heading == SETS:
-                        by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
+        for heading, sets in members.items():
+            if sets:
+                terms = self._terms(context, features, sets, expressed)
+                means = {name: np.mean(values, axis=0) for name, values in terms.items()}
+                columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
+                if heading == SETS:
+                    by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
             few = f"no set has {fewest} genes that the model knows and its training cells express"
             raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)

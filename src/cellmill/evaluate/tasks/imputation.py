@@ -21,7 +21,6 @@ from sklearn.model_selection import KFold
 from sklearn.neighbors import KNeighborsRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -219,8 +218,7 @@ class Imputation(Task):
         }
         line = f"{len(genes):,} of {n_measured:,} measured genes are hidden, {len(cells):,} cells, folds of {role}"
         print(f"{context.dataset}: imputation: {line}", flush=True)
-        with threadpool_limits(1):  # sums in one order: the same scores on any number of cores
-            columns = self._columns(HiddenGenes(context, counts, genes), folds)
+        columns = self._columns(HiddenGenes(context, counts, genes), folds)
         verdicts = against_best(column for column in columns if column.heading != "MSE")
         return TaskResult.from_columns(columns, numbers, verdicts=verdicts)
 

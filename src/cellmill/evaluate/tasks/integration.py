@@ -26,7 +26,6 @@ from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2
 from sklearn.metrics import silhouette_samples
 from sklearn.neighbors import NearestNeighbors
-from threadpoolctl import threadpool_limits
 
 from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, summed, text_values
@@ -55,9 +54,8 @@ class Integration(Task):
         classes, labels = np.unique(chosen.labels[known], return_inverse=True)
         if len(classes) < 2:
             raise Skipped("the scored cells with a batch have one label", numbers)
-        with threadpool_limits(1):  # sums in one order: the same numbers on any number of cores
-            vectors = self.vectors(context, chosen.cells[known], batches)
-            shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
+        vectors = self.vectors(context, chosen.cells[known], batches)
+        shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
         rows = [
             {"name": name, "kind": kind_of(name)}
             | {key: None if of is None else float(np.mean(of)) + 0.0 for key, of in measures.items()}
