@@ -3,6 +3,9 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import EntryPoint
@@ -12,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import anndata as ad
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -281,3 +285,19 @@ def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
         evaluate(corpus, tmp_path / "metrics.json", tasks={"toy": {}, "probe": {}})
     assert not (tmp_path / "metrics.json").exists()
     assert [process for process in active_children() if "ForkProcess" in process.name] == []
+
+
+def test_the_process_of_the_umap_ends_with_a_killed_evaluation() -> None:
+    code = (
+        "import os, time; from cellmill.stages.evaluate import _beside\n"
+        "print(_beside().submit(os.getpid).result(), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as evaluation:
+        assert evaluation.stdout is not None
+        pid = int(evaluation.stdout.readline())
+        evaluation.kill()
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {pid} is alive")

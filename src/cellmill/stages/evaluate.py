@@ -163,7 +163,7 @@ def evaluate(
 @cache
 def _beside() -> ProcessPoolExecutor:
     """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet compiled it."""
-    return ProcessPoolExecutor(1, get_context("spawn"))
+    return ProcessPoolExecutor(1, get_context("spawn"), die_with_parent)
 
 
 def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:

@@ -398,4 +398,4 @@ class HeldOut:
 def _of_units(genes: Iterable[list[int]], values: np.ndarray) -> np.ndarray:
     """(U, F): mean of `values` over the rows of each unit's genes; NaN for a unit without any."""
     rows = [values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan) for of_unit in genes]
-    return np.array(rows, np.float64)
+    return np.array(rows, np.float64).reshape(-1, values.shape[1])

@@ -206,7 +206,8 @@ class Imputation(Task):
         counts = read_rows(context.reader, cells)
         genes = self._hidden(context, counts)
         if not len(genes):
-            raise Skipped(f"{self.config.min_cells} scored cells express no gene (min_cells)")
+            wanted = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
+            raise Skipped(f"no gene can be hidden ({wanted}, {len(cells)} scored cells)")
         n_measured = len(context.measured_genes)
         numbers = {
             "n_cells": len(cells),

@@ -52,8 +52,8 @@ class Integration(Task):
         if len(names) < 2:
             raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
         classes, labels = np.unique(chosen.labels[known], return_inverse=True)
-        if len(classes) < 2:
-            raise Skipped("the scored cells with a batch have one label", numbers)
+        if not 2 <= len(classes) < len(labels):
+            raise Skipped(f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers)
         vectors = self.vectors(context, chosen.cells[known], batches)
         shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
         rows = [
