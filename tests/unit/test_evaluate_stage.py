@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import EntryPoint
@@ -15,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 import anndata as ad
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -31,6 +29,7 @@ from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.verdict import compare
 from cellmill.stages import evaluate as stage
+from tests.cluster.rig import living, wait
 from tests.unit.evaluated import evaluate, make_evaluated, with_config, with_obs
 
 
@@ -296,8 +295,4 @@ def test_the_process_of_the_umap_ends_with_a_killed_evaluation() -> None:
         assert evaluation.stdout is not None
         pid = int(evaluation.stdout.readline())
         evaluation.kill()
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"process {pid} is alive")
+    assert wait(lambda: not living(pid), 10)
