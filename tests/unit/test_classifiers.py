@@ -16,6 +16,7 @@ from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache, fit
 from cellmill.evaluate.features import fit_all, predict_all
 from cellmill.evaluate.logistic import LogisticRegression
+from cellmill.evaluate.task import pca
 from cellmill.evaluate.tasks.classify import _components
 from tests.unit.evaluated import regression
 
@@ -154,3 +155,12 @@ def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
     wide = again.features("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
     assert wide.shape == (30, MAX_BYTES)
     assert len(again.known) == 1 + len(others), "large arrays would make every evaluation read them"
+
+
+def test_components_repeat_and_are_no_more_than_the_cells_span() -> None:
+    random = np.random.default_rng(1)
+    copies = sp.csr_matrix(np.log1p(random.poisson(0.5, (20, 2000)))[random.integers(0, 20, 800)].astype(np.float32))
+    first, second = (pca(copies.shape).fit(copies).transform(copies) for _ in range(2))
+    assert first.shape == (800, 19)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(pca(copies.shape).fit_transform(copies), first, atol=1e-4)

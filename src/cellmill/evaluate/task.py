@@ -18,7 +18,11 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from sklearn.decomposition import PCA
+from scipy.linalg import svd
+from scipy.sparse.linalg import LinearOperator, eigsh
+from sklearn.base import BaseEstimator
+from sklearn.utils.extmath import svd_flip
+from sklearn.utils.sparsefuncs import mean_variance_axis
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
@@ -176,12 +180,52 @@ class TrainedCells:
 
 
 PCA_CELLS, COMPONENTS = 10_000, 50
+NO_SPREAD = 3e-4  # of a component, relative to the first: of rounding errors below 1e-4, of the 50th usually above 1e-2
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 
 
-def pca(shape: Sequence[int], components: int = COMPONENTS) -> PCA:
+class PrincipalComponents(BaseEstimator):
+    """Components of sparse cells, the same as of scikit-learn's PCA with ARPACK, but no more than the cells span.
+
+    Beyond these ARPACK draws vectors, for scikit-learn from the system's randomness: others in each evaluation.
+    """
+
+    components_: np.ndarray  # (components, features)
+    explained_variance_: np.ndarray  # of each component
+
+    def __init__(self, n_components: int) -> None:
+        self.n_components = n_components
+
+    def fit(self, cells: sp.csr_matrix, labels: None = None) -> Self:
+        """Fit to `cells`, `(n, features)`."""
+        self.fit_transform(cells)
+        return self
+
+    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
+        """Fit to `cells`, `(n, features)`, and return their components."""
+        mean, smaller = mean_variance_axis(cells, axis=0)[0], min(cells.shape)
+        project, combine = lambda x: cells @ x - mean @ x, lambda x: cells.T @ x - np.multiply.outer(mean, x.sum(0))
+        if is_wide := cells.shape[0] < cells.shape[1]:
+            project, combine = combine, project
+        gram = LinearOperator((smaller, smaller), lambda x: combine(project(x)), dtype=cells.dtype)
+        start = np.random.RandomState(0).uniform(-1, 1, smaller)
+        basis = np.linalg.qr(eigsh(gram, self.n_components, v0=start, rng=0)[1])[0]
+        left, lengths, right = svd(project(basis), full_matrices=False)
+        left, right = (basis @ right.T, left.T) if is_wide else (left, right @ basis.T)
+        left, right = svd_flip(left, right, u_based_decision=False)
+        rank = max(1, int((lengths > NO_SPREAD * lengths[0]).sum()))
+        self.components_, self.explained_variance_ = right[:rank], lengths[:rank] ** 2 / (cells.shape[0] - 1)
+        self._center = mean @ self.components_.T
+        return np.asarray(left[:, :rank] * lengths[:rank])
+
+    def transform(self, cells: sp.csr_matrix) -> np.ndarray:
+        """Components of `cells`, `(n, features)`."""
+        return np.asarray(cells @ self.components_.T - self._center)
+
+
+def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponents:
     """Unfitted principal components for an array of `shape`, fewer than `components` if it is small."""
-    return PCA(max(1, min(components, *(size - 1 for size in shape))), svd_solver="arpack", random_state=0)
+    return PrincipalComponents(max(1, min(components, *(size - 1 for size in shape))))
 
 
 @dataclass(frozen=True)
@@ -213,7 +257,7 @@ class EvaluatedModel:
         return read_gene_statistics(self.manifest, self.tokens)
 
     @cached_property
-    def components(self) -> PCA:
+    def components(self) -> PrincipalComponents:
         """Principal components of log-normalised training cells, which several tasks compare with."""
         profiles = self.training_profiles()
         return pca(profiles.shape).fit(profiles)

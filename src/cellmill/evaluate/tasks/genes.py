@@ -13,7 +13,6 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from scipy.stats import rankdata
-from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -25,7 +24,7 @@ from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, seeded, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Skipped, Task, TaskResult
+from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, PrincipalComponents, Skipped, Task, TaskResult
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
@@ -77,7 +76,7 @@ def _tables(network: Model) -> dict[str, np.ndarray]:
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 
-def loadings_of(components: PCA) -> np.ndarray:
+def loadings_of(components: PrincipalComponents) -> np.ndarray:
     """(genes, components) float64: each component in units of its standard deviation over cells."""
     return np.asarray(components.components_.T * np.sqrt(components.explained_variance_))
 
