@@ -286,13 +286,21 @@ def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
     assert [process for process in active_children() if "ForkProcess" in process.name] == []
 
 
-def test_the_process_of_the_umap_ends_with_a_killed_evaluation() -> None:
+@pytest.mark.parametrize("started", [False, True])
+def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluation(started: bool) -> None:
     code = (
-        "import os, time; from cellmill.stages.evaluate import _beside\n"
-        "print(_beside().submit(os.getpid).result(), flush=True); time.sleep(60)"
+        "import os, signal, time; from multiprocessing import active_children\n"
+        "from cellmill.stages.evaluate import _beside\n"
+        "pool, [child] = _beside(), active_children()\n"
+        f"for _ in range({2 * started + 1}):\n"
+        "    os.kill(child.pid, signal.SIGINT)\n"
+        f"    {started} and pool.submit(os.getpid).result()\n"
+        "print(child.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as evaluation:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as evaluation:
         assert evaluation.stdout is not None
         pid = int(evaluation.stdout.readline())
         evaluation.kill()
-    assert wait(lambda: not living(pid), 10)
+        assert wait(lambda: not living(pid), 10)
+        assert "Traceback" not in evaluation.communicate()[1]

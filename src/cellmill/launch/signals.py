@@ -7,10 +7,13 @@ hands over to another follower on USR1.
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event
+from typing import cast
 
 from cellmill.errors import Stopped
 
@@ -41,13 +44,13 @@ def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
-    """Delay stop signals, in this process and its children: a submission must not be cut in half."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Delay signals, in this process and for good in its new children: a submission must not be cut in half."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 class StopFlag:
@@ -99,6 +102,14 @@ _libc = ctypes.CDLL(None)
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process signal `number` when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
     _libc.prctl(1, number, 0, 0, 0)
+
+
+def belong_to_parent() -> None:
+    """Initialize a process of a pool: the parent handles Ctrl-C, and its end, also an earlier one, ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    if os.getppid() != cast(BaseProcess, parent_process()).pid:
+        os._exit(1)
 
 
 def children(pid: int) -> list[int]:

@@ -19,6 +19,7 @@ knock_out and predict_changes write what `evaluate/knock_out.py` and `evaluate/t
 """
 
 import json
+import os
 import signal
 import time
 import traceback
@@ -63,7 +64,7 @@ from cellmill.evaluate.task import (
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import progress, refuse_overwriting, sha256_file, write_json
-from cellmill.launch.signals import die_with_parent
+from cellmill.launch.signals import belong_to_parent, blocked
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -144,6 +145,10 @@ def evaluate(
                 }
                 context.baselines.save()
         write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
+    except KeyboardInterrupt:
+        for process in active_children():  # or the end would wait for the UMAP
+            process.kill()
+        raise
     except BrokenProcessPool:
         raise DataError(
             "a process of the evaluation was killed, perhaps for memory; raise mem_mb of evaluate in the profile's "
@@ -163,7 +168,10 @@ def evaluate(
 @cache
 def _beside() -> ProcessPoolExecutor:
     """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet compiled it."""
-    return ProcessPoolExecutor(1, get_context("spawn"), die_with_parent)
+    pool = ProcessPoolExecutor(1, get_context("spawn"), belong_to_parent)
+    with blocked([signal.SIGINT]):  # before Python has started, it would print a traceback
+        pool.submit(os.getpid)
+    return pool
 
 
 def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
@@ -257,8 +265,7 @@ def _run_inherited(at: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def _on_one_thread() -> None:
     """Initialize a forked process: its libraries' threads are not there, and results depend on no number of them."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    belong_to_parent()
     torch.set_num_threads(1)
 
 
@@ -292,7 +299,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             _inherited[:] = works
             stack.callback(_inherited.clear)
             pool = stack.enter_context(_processes(n))
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), blocked([signal.SIGINT]):  # Python would swallow it while it forks
                 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
                 futures = {at: pool.submit(_run_inherited, at) for at in apart}
         listed = progress(enumerate(works), f"evaluate {dataset}", len(works), "tasks", now=lambda pair: pair[1].name)
