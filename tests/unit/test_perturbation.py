@@ -126,6 +126,9 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     ):
         with pytest.raises(Skipped, match=reason):
             task.run(replace(screen, **change))
+    as_text = replace(screen, roles={**screen.roles, "is_control": screen.roles["is_control"].astype(str)})
+    with pytest.raises(DataError, match=r"'is_control': expected True or False, got 'False'$"):
+        task.run(as_text)
 
 
 def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_folds(screen: Context) -> None:

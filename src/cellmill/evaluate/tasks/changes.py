@@ -29,6 +29,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
+from cellmill.errors import DataError
 from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide, seeded
@@ -111,6 +112,9 @@ def check_changes(context: Context) -> None:
         raise Skipped("the dataset has no perturbation and control columns")
     if context.reader.ordered:
         raise Skipped("sequences have no expression")
+    values = context.roles[IS_CONTROL].dropna()
+    if not values.isin([True, False]).all():
+        raise DataError(f"{context.dataset}: obs column {IS_CONTROL!r}: expected True or False, got {values.iloc[0]!r}")
 
 
 def controlled_role(context: Context) -> str:
