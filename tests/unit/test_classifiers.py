@@ -164,3 +164,7 @@ def test_components_repeat_and_are_no_more_than_the_cells_span() -> None:
     assert first.shape == (800, 19)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(pca(copies.shape).fit_transform(copies), first, atol=1e-4)
+    gene, empty = copies[:, :1], sp.csr_matrix((30, 9), dtype=np.float32)
+    centred = gene.toarray() - gene.mean()
+    np.testing.assert_allclose(pca(gene.shape).fit_transform(gene), centred, atol=1e-6)
+    assert not pca(empty.shape).fit_transform(empty).any()

@@ -209,7 +209,9 @@ class PrincipalComponents(BaseEstimator):
             project, combine = combine, project
         gram = LinearOperator((smaller, smaller), lambda x: combine(project(x)), dtype=cells.dtype)
         start = np.random.RandomState(0).uniform(-1, 1, smaller)
-        basis = np.linalg.qr(eigsh(gram, self.n_components, v0=start, rng=0)[1])[0]
+        basis = np.eye(smaller, self.n_components, dtype=cells.dtype)
+        if smaller > 1 and gram.matvec(start).any():  # ARPACK takes neither one gene nor cells without any counts
+            basis = np.linalg.qr(eigsh(gram, self.n_components, v0=start, rng=0)[1])[0]
         left, lengths, right = svd(project(basis), full_matrices=False)
         left, right = (basis @ right.T, left.T) if is_wide else (left, right @ basis.T)
         left, right = svd_flip(left, right, u_based_decision=False)
