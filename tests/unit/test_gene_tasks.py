@@ -121,9 +121,11 @@ def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones
     assert "left out: small" in printed
     json.dumps(result.to_json(), allow_nan=False)
     assert GeneEmbedding(config).run(planted).to_json() == result.to_json()
+    whole = _tsv(tmp_path / "whole", [["whole", "", *ids]])
     mouse, broken = _tsv(tmp_path / "mouse", [["set", "", "Actb"]]), _tsv(tmp_path / "bad", [["set", ""]])
     for error, message, changed in (
         (Skipped, "no set has 50 genes that", {"transcription_factors": None, "min_genes": 50}),
+        (Skipped, "express, and lacks as many", {"transcription_factors": None, "gene_sets": str(whole)}),
         (DataError, "mouse: none of its 1 genes is one of the model's, such as 'Actb'", {"gene_sets": str(mouse)}),
         (DataError, "bad, line 1: expected a name, a description and genes", {"gene_sets": str(broken)}),
     ):

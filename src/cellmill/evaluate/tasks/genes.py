@@ -204,7 +204,7 @@ class GeneEmbedding(GeneTask):
                 if heading == SETS:
                     by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
-            few = f"no set has {fewest} genes that the model knows and its training cells express"
+            few = f"no set has {fewest} genes that the model knows and its training cells express, and lacks as many"
             raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)
         rows = table_rows(columns)
         for row in rows:
@@ -258,7 +258,7 @@ def _members(
     left_out = ", ".join(sorted(set(sets) - set(kept)))
     print(
         f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(rows):,} genes are the model's; "
-        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express"
+        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express, and lack as many"
         + (f"\n{context.dataset}: gene_embedding: left out: {left_out}" if left_out else ""),
         flush=True,
     )
