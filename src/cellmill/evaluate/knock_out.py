@@ -51,7 +51,10 @@ def knock_out_genes(
     usable = np.flatnonzero(n_expressing >= section.min_cells)
     wanted = rows_of_genes(section, vocabulary, n_expressing)
     if not len(wanted):
-        raise DataError(f"{reader.path}: no gene has counts in {section.min_cells:,} of {len(cells):,} drawn cells")
+        raise DataError(
+            f"{reader.path}: no gene has counts in more than {n_expressing.max():,} of the {len(cells):,} drawn cells, "
+            f"knock_out.min_cells is {section.min_cells:,}; lower it"
+        )
     nulls = {}  # other genes, the nearest in expression first
     for gene in wanted.tolist():
         others = usable[usable != gene]
