@@ -179,6 +179,7 @@ NO_ARRAY = "FILE: expected a dense array of numbers in obsm['X_cellmill'] or obs
 UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
     "of other cells": (np.eye(60, 2), [f"other{i}" for i in range(60)], NO_VECTOR),
     "all missing": (np.full((60, 2), np.nan), NAMES, NO_VECTOR),
+    "all equal": (np.ones((60, 2)), NAMES, "FILE: the vectors of all training cells are equal; embed them by another"),
     "a name twice": (np.eye(60, 2), [*NAMES[:59], NAMES[0]], "FILE: obs names are not unique: 'cell0' occurs 2 times"),
     "without an array": (None, NAMES, NO_ARRAY),
 }

@@ -218,6 +218,8 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
     known = train[np.isfinite(train[:, 0])]
     if not len(known):
         raise DataError(f"{manifest}: no training cell has a vector in {embeddings[0]}; expected cells of these names")
+    if (known == known[0]).all():
+        raise DataError(f"{embeddings[0]}: the vectors of all training cells are equal; embed them by another model")
     out.mkdir(parents=True, exist_ok=True)
     std = known.std(0, dtype=np.float64)
     with new_array(out / TABLE, table.shape, "<f4") as array:
