@@ -168,6 +168,19 @@ def refuse_overwriting(
             raise ConfigError(f"{flag} {out} is {other}, which would be lost; {remedy}")
 
 
+def check_writable(out: Path, flag: str = "--out") -> None:
+    """Raise ConfigError, before the work for it, if `out` could not be written. Makes its folder."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        problem = os.strerror(errno.EISDIR) if out.is_dir() else None
+        if not os.access(out.parent, os.W_OK | os.X_OK):
+            problem = os.strerror(errno.EACCES)
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ConfigError(f"{flag} {out}: {problem}; name another file")
+
+
 def special_kind(path: Path) -> str | None:
     """FIFO, socket or device; None for anything else and for a path that does not exist."""
     with suppress(OSError):

@@ -175,6 +175,20 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
         stage.evaluate(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
 
 
+def test_an_output_that_cannot_be_written_or_would_replace_another_file_is_refused_at_the_start(
+    corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_Evaluation", lambda *_: pytest.fail("it has begun"))
+    for out, message in (
+        (corpus["model"] / "config.json", "config.json is a file of --model, which would be lost; name another file$"),
+        (tmp_path / "scores.csv", "scores.csv is the file of another result, which would be lost; name another file$"),
+        (tmp_path, "Is a directory; name another file$"),
+        (corpus["cells"] / "metrics.json", "(Not a directory|File exists); name another file$"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--out .*{message}"):
+            evaluate(corpus, out)
+
+
 def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path: Path) -> None:
     end = stage._beside().submit(os._exit, 9)
     assert isinstance(end.exception(), BrokenProcessPool)

@@ -63,7 +63,7 @@ from cellmill.evaluate.task import (
 )
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
-from cellmill.files import progress, refuse_overwriting, sha256_file, write_json
+from cellmill.files import check_writable, progress, refuse_overwriting, sha256_file, write_json
 from cellmill.launch.signals import belong_to_parent, blocked
 
 SHOWN = 5  # genes of a knock-out in the log
@@ -111,6 +111,10 @@ def evaluate(
         name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
         for name, path, embedding, label in zip(names, paths, embeddings, labels)
     }
+    beside = [out.with_name(name) for name in ("umap.tsv", "scores.csv", "metrics.failed.json")]
+    refuse_overwriting(out, [("the file of another result", path) for path in beside])
+    refuse_overwriting(out, [("a file of --model", path) for path in model.glob("*")])
+    check_writable(out)
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, Any] = {}
