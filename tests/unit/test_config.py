@@ -128,6 +128,10 @@ WRONG = {
     "train: {lr: -1}": "train.lr: input should be greater than 0, got -1",
     "train: {lr: fast}": "train.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
     "train: {lr: true}": "train.lr: expected a number, got a boolean",
+    "evaluate: {tasks: {few_shot: {shots: [5, true]}}}": "evaluate.tasks: few_shot: shots: expected a list of "
+    "numbers or words, got a boolean in it",
+    "evaluate: {tasks: {low_depth: {count_fracs: [0.1, 0.10000001]}}}": "evaluate.tasks: low_depth: count_fracs: "
+    "expected fractions that differ in 6 digits, got [0.1, 0.10000001]; leave one out",
     "evaluate: {folds: 9223372036854775808}": "evaluate.folds: expected an integer of 64 bits, got 9223372036854775808",
     "parallel: {sharding_strategy: ZeRO-2}": (
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "

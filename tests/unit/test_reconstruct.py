@@ -138,5 +138,7 @@ def test_options_of_the_objective_may_be_changed_for_judging_but_not_trained_par
     with pytest.raises(ConfigError, match=message):
         _judged(context, model, objective={"mask_fraq": 0.1})
     decoding = _model(tmp_path / "decoding", corpus, "continuous", "cell_decoding")
+    with pytest.raises(ConfigError, match="unknown key 'mask_frac'; there are: name, min_hidden_frac, "):
+        _judged(context, decoding, objective={"mask_frac": 0.1})
     with pytest.raises(ConfigError, match=r"{'decoder_hidden': 7}, which changes decoder\.0\.bias"):
         _judged(context, decoding, objective={"decoder_hidden": 7})

@@ -139,6 +139,8 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ValueError("expected a number, got a boolean")
+        if isinstance(value, list) and any(isinstance(one, bool) for one in value):
+            raise ValueError("expected a list of numbers or words, got a boolean in it")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"expected an integer of 64 bits, got {shown(value)}")
         if value == "null" and type(None) in get_args(annotation):
@@ -155,7 +157,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         section: Any = model
         for part in where[:-1]:
             section = get_args(section)[-1] if get_origin(section) else section.model_fields[part].annotation
-        return where[:-1], unknown_key(where[-1], section.model_fields)
+        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "kind", None))
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
@@ -180,7 +182,9 @@ def error_line(where: list[str], message: str) -> str:
     return f"{'.'.join(where)}: {message}" if where else message
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Message for a key that does not exist: ours for a word of another tool, or the nearest name."""
+def unknown_key(key: str, known: Iterable[str], kind: str | None = None) -> str:
+    """Message for a key that does not exist, of a section or of a `kind` of parts: ours for a word of another tool, or
+    the nearest name."""
     here = other_words("keys").get(key)
-    return f"unknown key {key!r}; {f'set {here}' if here else did_you_mean(key, known)}"
+    hint = f"set {here}" if here and here != f"{kind}.{key}" else did_you_mean(key, known)
+    return f"unknown key {key!r}; {hint}"

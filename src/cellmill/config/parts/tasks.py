@@ -94,6 +94,15 @@ class LowDepthConfig(DegradedConfig):
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field([0.3, 0.1], min_length=1)
     """Fractions of the counts to keep."""
 
+    def problems(self) -> Iterator[str]:
+        if len({self.level(frac) for frac in self.count_fracs}) < len(self.count_fracs):
+            yield f"count_fracs: expected fractions that differ in 6 digits, got {self.count_fracs}; leave one out"
+
+    @staticmethod
+    def level(frac: float) -> str:
+        """Name of a fraction in tables."""
+        return f"{100 * frac:g} % of counts"
+
 
 class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""

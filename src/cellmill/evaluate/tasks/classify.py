@@ -250,7 +250,7 @@ class Degraded(Task):
     def levels(self) -> dict[str, Degrade]:
         """What cells lose, by name."""
         if isinstance(self.config, LowDepthConfig):
-            return {f"{100 * frac:g} % of counts": partial(thin, frac) for frac in self.config.count_fracs}
+            return {self.config.level(frac): partial(thin, frac) for frac in self.config.count_fracs}
         return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
 
     def run(self, context: Context) -> TaskResult:
