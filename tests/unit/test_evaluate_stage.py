@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -298,6 +299,25 @@ def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
         evaluate(corpus, tmp_path / "metrics.json", tasks={"toy": {}, "probe": {}})
     assert not (tmp_path / "metrics.json").exists()
     assert [process for process in active_children() if "ForkProcess" in process.name] == []
+
+
+def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
+    corpus: dict[str, Path], tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, submitted = stage.ProcessPoolExecutor.submit, []
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        submitted.append(given)
+        return submit(*given)
+
+    monkeypatch.setattr(stage, "_start_umap", lambda *_: list)
+    monkeypatch.setattr(stage.ProcessPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(corpus, tmp_path / "metrics.json")
+    stage._beside.cache_clear()  # its process has ended too
+    assert len(submitted) == 2
+    assert wait(lambda: active_children() == [], 10)
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -53,6 +53,19 @@ def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Handle Ctrl-C when the block has ended: an exception while Python forks is printed and forgotten."""
+    noted: list[int] = []
+    earlier = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    if noted and callable(earlier):
+        earlier(signal.SIGINT, None)
+
+
 class StopFlag:
     """Handler of `STOP_SIGNALS`, installed when created; `received` is the name of the first one."""
 

@@ -64,7 +64,7 @@ from cellmill.evaluate.task import (
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import check_writable, progress, refuse_overwriting, sha256_file, write_json
-from cellmill.launch.signals import belong_to_parent, blocked
+from cellmill.launch.signals import belong_to_parent, blocked, children, interrupted_later, signal_all
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -150,8 +150,7 @@ def evaluate(
                 context.baselines.save()
         write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
     except KeyboardInterrupt:
-        for process in active_children():  # or the end would wait for the UMAP
-            process.kill()
+        signal_all(children(os.getpid()), signal.SIGTERM)  # or the end would wait for the UMAP
         raise
     except BrokenProcessPool:
         raise DataError(
@@ -303,7 +302,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             _inherited[:] = works
             stack.callback(_inherited.clear)
             pool = stack.enter_context(_processes(n))
-            with warnings.catch_warnings(), blocked([signal.SIGINT]):  # Python would swallow it while it forks
+            with warnings.catch_warnings(), interrupted_later():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
                 futures = {at: pool.submit(_run_inherited, at) for at in apart}
         listed = progress(enumerate(works), f"evaluate {dataset}", len(works), "tasks", now=lambda pair: pair[1].name)
