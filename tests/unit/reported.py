@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cellmill.runs.verdict import Closed, Verdict
+from cellmill.runs.verdict import Closed, Verdict, sentence
 
 EVIL = "<script>alert(1)&"
 ROWS = [
@@ -13,6 +13,9 @@ ROWS = [
     ("embedding + kNN", "model", 0.75),
     ("all genes + logistic regression", "baseline", 0.84),
 ]
+SECOND = Verdict(
+    "embedding + logistic regression", "all genes + logistic regression", "accuracy", -0.04, (-0.07, -0.01), "behind"
+)
 LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "behind")
 CLOSED = (
     "closes 94 % (80 to 108) of the gap from majority (0.400) to all (0.825); "
@@ -41,7 +44,11 @@ def make_run(folder: Path) -> Path:
     }  # fmt: skip
     confusion = {"row": "embedding + kNN", "classes": [EVIL, "B $x_$"], "counts": [[50, 0], [10, 30]]}
     gap = {"column": "accuracy", "words": CLOSED, "model": asdict(Closed(ROWS[0][0], 94, 80, 108))}
-    lost = {"verdicts": [asdict(LOST)], "sentences": [LOSS], "gaps": [gap | {"column": "macro_f1"}, gap]}
+    lost = {
+        "verdicts": [asdict(LOST), asdict(SECOND)],
+        "sentences": [LOSS, sentence(SECOND)],
+        "gaps": [gap | {"column": "macro_f1"}, gap],
+    }
     probe = result | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion} | lost
     skipped = result | {"skipped": "the dataset has no label column"}
     masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}

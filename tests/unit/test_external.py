@@ -207,7 +207,7 @@ def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
     standing = standings([run])[0]
     assert standing.row.startswith("embedding")
     assert standing.baseline is not None
-    assert not standing.baseline[0].startswith("external")
+    assert not standing.baseline.name.startswith("external")
     assert 'external: pca + kNN <span class="tag">external</span>' in render("Report", [run], [])
     gate = [{"task": "probe", "baseline": "external: pca"}]
     with pytest.raises(ConfigError, match="no baseline 'external: pca'; there are: untrained"):

@@ -20,11 +20,12 @@ from reported import CLOSED, EVIL, LOSS, LOST, make_corpus, make_run, write
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
+from cellmill.evaluate.scores import UNTRAINED, kind_of
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
 from cellmill.report.page import planned_and_measured, render, standings, training_figures
 from cellmill.report.tables import compare_runs
-from cellmill.runs.verdict import Outcome
+from cellmill.runs.verdict import Outcome, Verdict, compare, sentence
 from cellmill.stages import report
 
 OPTIONS = ReportOptions.model_validate({"report": {}})
@@ -184,7 +185,8 @@ def test_the_box_of_comparisons_warns_only_where_a_model_is_behind(
 ) -> None:
     run = make_run(tmp_path / "first")
     with changed_metrics(run) as datasets:
-        datasets["pbmc"]["tasks"]["probe"]["verdicts"] = [asdict(replace(LOST, outcome=outcome))]
+        shown = {"verdicts": [asdict(replace(LOST, outcome=outcome))], "sentences": [LOSS]}
+        datasets["pbmc"]["tasks"]["probe"] |= shown
     page = rendered(run)
     assert (box or "<main>") in page
     assert (f"<li>pbmc: {LOSS}</li>" in page, "Where models are behind" in page) == (box is not None,) * 2
@@ -268,27 +270,104 @@ def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
     ]
 
 
-def test_the_standing_names_the_best_run_and_its_difference_from_logistic_regression() -> None:
-    def run(name: str, value: float, low: float, high: float) -> ReportedRun:
-        own, regression = "embedding + kNN", "all genes + logistic regression"
-        rows = [{"name": own, "kind": "model", "f": value}, {"name": regression, "kind": "baseline", "f": 0.8}]
-        line = {"column": "f", "compared": own, "against": regression, "mean": value - 0.8, "low": low, "high": high}
-        result = {"rows": rows, "metric": "f", "verdicts": [asdict(LOST)], "figures": {}, "differences": [line]}
-        result |= {"sentences": [LOSS]}
-        tasks = {"probe": result, "low_depth": result}  # the same comparison, made twice, counts once
-        return ReportedRun(name, None, None, None, None, {"datasets": {"d": {"tasks": tasks}}})
+def of_task(metric: str, rows: dict[str, float], verdicts: list[Verdict], lines: list[tuple[Any, ...]] = []) -> Any:  # noqa: B006
+    """Result of a task whose rows are of `kind_of` their names; `lines` are those of `differences`."""
+    keys = ("column", "compared", "against", "mean", "low", "high")
+    return {
+        "rows": [{"name": name, "kind": kind_of(name), f"{metric}_mean": value} for name, value in rows.items()],
+        "metric": metric,
+        "verdicts": [*map(asdict, verdicts)],
+        "sentences": [*map(sentence, verdicts)],
+        "differences": [dict(zip(keys, line)) for line in lines],
+        "figures": {},
+        "skipped": None,
+    }
 
-    found = standings([run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.1)])
+
+def of_tasks(name: str, **tasks: Any) -> ReportedRun:
+    dataset = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}, "tasks": tasks}
+    return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
+
+
+OWN, GENES, UNSCALED = "embedding + kNN", "all genes + LR", "all genes + LR, unscaled"
+
+
+def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseline() -> None:
+    def run(name: str, value: float, low: float, high: float) -> ReportedRun:
+        found = [
+            compare(OWN, UNSCALED, "f", value - 0.8, (low, high)),
+            compare(OWN, GENES, "f", value - 0.7, (low + 0.1, high + 0.1)),
+        ]
+        result = of_task("f", {OWN: value, GENES: 0.7, UNSCALED: 0.8}, found)
+        return of_tasks(name, probe=result, low_depth=result)  # the same comparison, made twice, counts once
+
+    runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
+    found = standings(runs)
     assert [one.best for one in found] == [False, True, False]
-    assert [one.regression and one.regression["outcome"] for one in found] == ["behind", "ahead", "level"]
+    assert [one.difference and one.difference["outcome"] for one in found] == ["behind", "ahead", "level"]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
-    assert found[0].baseline == ("all genes + logistic regression", 0.8)
+    assert found[0].baseline == (UNSCALED, 0.8, 0.0, "baseline")
+    assert (
+        "The run is ahead of the best baseline , all genes + LR, unscaled (0.800): +0.100, 95 % interval +0.020 to "
+        "+0.200. In 1 comparison with the best baseline of a metric, it is ahead in 1 (probe: f (+0.100)) and behind "
+        "in none, beyond the 95 % interval."
+    ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
     assert [one.best for one in standings(runs)] == [True, True, False]
 
 
-def test_runs_that_are_level_share_the_first_sentence_and_the_advice_to_take_the_baseline(tmp_path: Path) -> None:
+def test_the_first_sentences_name_the_tasks_where_a_run_is_ahead_and_behind() -> None:
+    hidden = [compare(OWN, GENES, f"{one} by gene", size, (0.01, 0.2)) for one, size in (("r", 0.06), ("rho", 0.08))]
+    run = of_tasks(
+        "a",
+        probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [compare(OWN, GENES, "f", 0.0, (-0.1, 0.1))]),
+        few_shot=of_task("5", {OWN: 0.6, GENES: 0.7}, [compare(OWN, GENES, "f, 5", -0.1, (-0.2, -0.04))]),
+        imputation=of_task("r by gene", {OWN: 0.3, GENES: 0.2}, hidden),
+        # against nothing but the mean profile
+        reconstruct=of_task("f", {}, [compare("prediction", "mean profile", "nats", -0.2, None, True)]),
+    )
+    assert (
+        "In 4 comparisons with the best baseline of a metric, it is ahead in 2 (imputation: rho by gene (+0.080) and 1 "
+        "more) and behind in 1 (few shot: f, 5 (-0.100)), beyond the 95 % interval."
+    ) in text_of(render("r", [run], []))
+
+
+@pytest.mark.parametrize(
+    ("low", "outcome", "against"),
+    [(0.02, "ahead", UNSCALED), (-0.02, "level", UNSCALED), (None, None, UNTRAINED)],
+)
+def test_a_run_is_ahead_of_the_best_other_baseline_where_its_untrained_network_is_the_best(
+    low: float | None, outcome: str | None, against: str
+) -> None:
+    """With `low` None, there is no other baseline."""
+    untrained = f"{UNTRAINED} + kNN"
+    rows = {OWN: 0.9, untrained: 0.85} | ({} if low is None else {GENES: 0.7, UNSCALED: 0.8})
+    lines = [("f", OWN, untrained, 0.9 - 0.85, 0.03, 0.07), ("g", OWN, UNSCALED, -0.5, -0.6, -0.4)]
+    if low is not None:
+        lines += [("f", OWN, GENES, 0.2, 0.1, 0.3), ("f", OWN, UNSCALED, 0.1, low, 0.2)]
+    result = of_task("f", rows, [compare(OWN, untrained, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines)
+    [found] = standings([of_tasks("a", probe=result)])
+    assert found.baseline is not None
+    assert found.baseline.name.startswith(against)
+    assert (found.difference and found.difference["outcome"]) == outcome
+    assert sum(found.outcomes.values()) == (outcome is not None)
+    # its untrained network is a baseline to be behind
+    result = of_task("f", rows, [compare(OWN, untrained, "f", -0.1, (-0.2, -0.05))], lines)
+    [found] = standings([of_tasks("a", probe=result)])
+    assert found.outcomes["behind"] == 1
+
+
+def test_a_run_has_one_next_step() -> None:
+    level = of_task("f", {OWN: 0.7, GENES: 0.7}, [compare(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
+    run = replace(of_tasks("a", probe=level), plan={"steps": 390, "steps_per_epoch": 13})
+    text = text_of(render("r", [run], []))
+    assert "Next: set train.steps: auto, 1,600 in place of 390" in text
+    assert "take the best baseline" not in text
+    assert "Next: take the best baseline" in text_of(render("r", [replace(run, plan=None)], []))
+
+
+def test_runs_that_are_level_share_the_first_sentence_and_the_advice(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name) for name in ("first", "second")]
     for folder in folders:
         totals = dict.fromkeys([*TOTALS, "max_memory_gb"])
@@ -296,7 +375,7 @@ def test_runs_that_are_level_share_the_first_sentence_and_the_advice_to_take_the
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
     assert "first and second are tied for best on pbmc: probe accuracy 0.800" in text
-    assert re.search("Next for first, second: .*take the best baseline: it is better on these cells", text)
+    assert "Next for first, second: set train.steps: auto, 1,600 in place of 200: at 32 cells a step it added" in text
     assert "first, second: max memory gb, nobody knows." in text
 
 

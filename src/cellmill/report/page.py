@@ -17,15 +17,13 @@ from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
-from cellmill.report.tables import TaskTable, compare_runs, flat, number, reach
+from cellmill.report.tables import Point, TaskTable, against_best, compare_runs, flat, number, reach
 from cellmill.runs.folder import COLLAPSED
-
-REGRESSION = "all genes + logistic regression"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A run on one dataset: its best row of the task that ranks runs, and its verdicts over all tasks."""
+    """A run on one dataset: its best row of the task that ranks runs, and verdicts against the best baselines."""
 
     run: str
     dataset: str
@@ -34,16 +32,30 @@ class Standing:
     row: str
     value: float
     sd: float
-    regression: Mapping[str, Any] | None  # `mean`, `low`, `high` and `outcome` against logistic regression on all genes
-    baseline: tuple[str, float] | None  # the best baseline of the task, and its value
-    outcomes: Mapping[str, int]  # verdicts by outcome
+    baseline: Point | None  # the best one of the task
+    difference: Mapping[str, Any] | None  # verdict of the row against it; None if there is none
+    verdicts: Sequence[tuple[str, Mapping[str, Any]]]  # (task, `tables.against_best`)
     gap: str | None  # in words, what the row closes of it; None without a scale
     best: bool = False  # highest of the dataset's runs, by the same task, metric and digits that are shown
 
     @property
-    def outcome(self) -> str:
-        """Against logistic regression on all genes, or else the best one against any baseline."""
-        return self.regression["outcome"] if self.regression else next((o for o, n in self.outcomes.items() if n), "")
+    def outcomes(self) -> dict[str, int]:
+        """Number of verdicts by outcome."""
+        tally = Counter(verdict["outcome"] for _, verdict in self.verdicts)
+        return {outcome: tally[outcome] for outcome in ("ahead", "level", "behind")}
+
+    def where(self, outcome: str) -> str:
+        """The tasks with verdicts of this outcome, each by its largest difference."""
+        by_task: dict[str, list[Mapping[str, Any]]] = {}
+        for task, verdict in self.verdicts:
+            if verdict["outcome"] == outcome:
+                by_task.setdefault(task, []).append(verdict)
+        parts = []
+        for task, verdicts in by_task.items():
+            largest = max(verdicts, key=lambda verdict: abs(verdict["difference"]))
+            more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
+            parts.append(f"{task.replace('_', ' ')}: {largest['metric']} ({largest['difference']:+.3f}){more}")
+        return "; ".join(parts)
 
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
@@ -56,7 +68,19 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
             continue
         task = "probe" if "probe" in rows else next(iter(rows))  # probe ranks runs where it ran
         table, row, baseline = tables[task], rows[task], tables[task].best_of("baseline")
-        outcomes = Counter(outcomes_of(entry).values())
+        verdicts: dict[tuple[Any, ...], tuple[str, Mapping[str, Any]]] = {}
+        for name, result in entry["tasks"].items():
+            for one in against_best(result):  # the same one of two tasks, as of whole cells, is one
+                verdicts.setdefault(
+                    tuple(one[key] for key in ("compared", "against", "metric", "difference")), (name, one)
+                )
+        difference = next(
+            (one for name, one in verdicts.values()
+             if (name, one["compared"]) == (task, row.name) and table.metric in (one["metric"], *one["columns"])),
+            None,
+        )  # fmt: skip
+        if difference is not None:
+            baseline = next(point for point in table.points() if point.name == difference["against"])
         standing = Standing(
             run=run.name,
             dataset=dataset,
@@ -65,33 +89,14 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
             row=row.name,
             value=row.value,
             sd=row.sd or 0.0,
-            regression=_difference(entry["tasks"][task], row.name),
-            baseline=baseline and (baseline.name, baseline.value),
-            outcomes={outcome: outcomes[outcome] for outcome in ("ahead", "level", "behind")},
+            baseline=baseline,
+            difference=difference,
+            verdicts=[*verdicts.values()],
             gap=table.gap["words"] if table.gap and table.gap["model"] else None,
         )
         found.append(standing)
     top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
     return [replace(one, best=f"{one.value:.3f}" == f"{top[one.dataset, one.task, one.metric]:.3f}") for one in found]
-
-
-def _difference(result: Mapping[str, Any], row: str) -> dict[str, Any] | None:
-    """Difference of `row` from logistic regression by the task's metric, with its 95 % interval and outcome: a paired
-    difference, or else a verdict; None where the task has no such baseline."""
-    found = [
-        (line["compared"], line["against"], line["column"], line["mean"], line["low"], line["high"])
-        for line in result.get("differences") or []
-    ]
-    found += [
-        (line["compared"], line["against"], line["metric"], line["difference"], *line["interval"])
-        for line in result["verdicts"]
-        if line["interval"] is not None
-    ]
-    for compared, against, metric, mean, low, high in found:
-        if (compared, against, metric) == (row, REGRESSION, result["metric"]):
-            outcome = "ahead" if low > 0 else "behind" if high < 0 else "level"
-            return {"mean": mean, "low": low, "high": high, "outcome": outcome}
-    return None
 
 
 def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
@@ -263,6 +268,9 @@ def render(
         return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]
 
     standing = standings(runs)
+    outcomes = {
+        r.name: [of for one in standing if one.run == r.name for of, n in one.outcomes.items() if n] for r in runs
+    }
     return environment.get_template("page.html").render(
         title=title,
         version=__version__,
@@ -270,7 +278,7 @@ def render(
         corpora=corpora,
         sweeps=sweeps,
         standings=standing,
-        advice={r.name: list(advice(r, [one.outcome for one in standing if one.run == r.name])) for r in runs},
+        advice={r.name: next(advice(r, outcomes[r.name]), "") for r in runs},
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},
         costs={r.name: _cost(r) for r in runs},

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from cellmill.report.collect import ReportedRun, evaluated_datasets
 from cellmill.track.follow import flat as values_by_path
 
+UNTRAINED = "untrained"  # the model's own network with initial weights: rows of `evaluate.scores.UNTRAINED`
+
 
 class Column(NamedTuple):
     heading: str
@@ -84,6 +86,36 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
             yield Column(stem, key, f"{stem}_sd" if f"{stem}_sd" in keys else None)
         elif not (key.endswith("_sd") and f"{key.removesuffix('_sd')}_mean" in keys):
             yield Column(key, key)
+
+
+def against_best(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Verdicts against the best baseline, one for each metric of a task: its first, by the order of tasks.
+
+    `columns` are those of its difference. The model's untrained network is not a baseline to be ahead of: such a
+    verdict is replaced by that against the best of the others.
+    """
+    baselines = {row["name"] for row in result["rows"] if row.get("kind") == "baseline"}
+    first: dict[str, Mapping[str, Any]] = {}
+    for verdict in result["verdicts"]:
+        if verdict["against"] in baselines:
+            first.setdefault(verdict["metric"], verdict)
+    found = []
+    for verdict in first.values():
+        lines = [line for line in result.get("differences") or [] if line["compared"] == verdict["compared"]]
+        same = [
+            line for line in lines if (line["against"], line["mean"]) == (verdict["against"], verdict["difference"])
+        ]
+        best = {**verdict, "columns": {line["column"] for line in same}}
+        if verdict["outcome"] == "ahead" and verdict["against"].startswith(UNTRAINED):
+            names = {name for name in baselines if not name.startswith(UNTRAINED)}
+            others = [line for line in lines if line["column"] in best["columns"] and line["against"] in names]
+            if not others:
+                continue
+            line = min(others, key=lambda line: abs(line["mean"]))  # all are worse than the untrained network
+            best |= {"against": line["against"], "difference": line["mean"], "interval": (line["low"], line["high"])}
+            best["outcome"] = "level" if line["low"] <= 0 <= line["high"] else "ahead"
+        found.append(best)
+    return found
 
 
 def reach(verdicts: Sequence[Mapping[str, Any]]) -> float:
