@@ -112,6 +112,24 @@ def test_the_report_counts_every_dropped_cell_and_gene(panel: Path, tmp_path: Pa
     assert report["quantiles"]["n_counts"]["after"][3] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "drops"),
+    [
+        ({"min_genes": 5}, "preprocess.min_genes 5 drops {} of 60 cells; lower it to keep them"),
+        ({"max_mito_frac": 0.01}, "preprocess.max_mito_frac 0.01 drops {} of 60 cells; raise it to keep them"),
+        ({"min_genes": 2}, None),
+    ],
+)
+def test_a_warning_names_the_option_that_drops_more_than_half_of_the_cells(
+    panel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], drops: str | None
+) -> None:
+    _, report = run(panel, tmp_path / "out.h5ad", **options)
+    assert (report["cells"]["out"] < 30) == (drops is not None)
+    shown = (drops or "").format(report["cells"]["dropped"][next(iter(options))])
+    line = f"d: warning: quality control drops more than half of the cells: {shown}\n"
+    assert (line in capsys.readouterr().out) == (drops is not None)
+
+
 def test_ids_symbols_and_obs_are_kept(panel: Path, tmp_path: Path) -> None:
     got, _ = run(panel, tmp_path / "out.h5ad", min_genes=1)
     assert list(got.var_names) == sorted(IDS)

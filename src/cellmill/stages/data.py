@@ -20,6 +20,8 @@ from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError
 from cellmill.files import remove_incomplete, write_json
 
+QUALITY = ("min_genes", "min_counts", "max_mito_frac")
+
 
 def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
     """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to `out` (.json)."""
@@ -88,6 +90,14 @@ def preprocess(
         print(f"{dataset}: {sentence(name, labels)}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")
+    by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}
+    if 2 * sum(by_quality.values()) > (n := cells["in"] - cells["dropped"]["filter"]):
+        name = max(QUALITY, key=lambda name: by_quality[name])
+        drops = f"preprocess.{name} {getattr(options.preprocess, name):g} drops {by_quality[name]:,} of {n:,} cells"
+        change = "raise" if name == "max_mito_frac" else "lower"
+        print(
+            f"{dataset}: warning: quality control drops more than half of the cells: {drops}; {change} it to keep them"
+        )
 
 
 def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path) -> None:
