@@ -65,12 +65,17 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
     jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
-def test_the_complete_configuration_of_finetune_md_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"^```yaml\n(.*?)^```", read("docs/finetune.md"), re.M | re.S)
+@pytest.mark.parametrize(("page", "run", "init_from"), [("finetune", "tuned", "./models/pbmc"), ("data", "mine", None)])
+def test_the_complete_configuration_of_a_page_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, run: str, init_from: str | None
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/datasets.tsv").write_text("dataset\tpath\tcounts\tlabel\nmine\tmine.h5ad\tX\tcell_type\n")
+    monkeypatch.chdir(ROOT if page == "finetune" else tmp_path)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", read(f"docs/{page}.md"), re.M | re.S)
     [whole] = [block for block in blocks if "corpora:" in block]
-    (tmp_path / "tuned.yaml").write_text(whole)
-    assert load_config(tmp_path / "tuned.yaml").runs["tuned"].init_from == "./models/pbmc"
+    (tmp_path / "whole.yaml").write_text(whole)
+    assert load_config(tmp_path / "whole.yaml").runs[run].init_from == init_from
 
 
 def test_the_schema_refuses_what_the_program_refuses() -> None:
