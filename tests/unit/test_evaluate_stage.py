@@ -302,8 +302,14 @@ def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
 
 
 def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
-    corpus: dict[str, Path], tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    two_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, earlier))
     submit, submitted = stage.ProcessPoolExecutor.submit, []
 
     def interrupted(*given: Any) -> Any:
