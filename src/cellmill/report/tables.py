@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun, evaluated_datasets
+from cellmill.runs.verdict import compare
 from cellmill.track.follow import flat as values_by_path
 
 UNTRAINED = "untrained"  # the model's own network with initial weights: rows of `evaluate.scores.UNTRAINED`
@@ -112,8 +114,8 @@ def against_best(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not others:
                 continue
             line = min(others, key=lambda line: abs(line["mean"]))  # all are worse than the untrained network
-            best |= {"against": line["against"], "difference": line["mean"], "interval": (line["low"], line["high"])}
-            best["outcome"] = "level" if line["low"] <= 0 <= line["high"] else "ahead"
+            between, lower = (verdict["compared"], line["against"], verdict["metric"]), verdict["difference"] < 0
+            best |= asdict(compare(*between, line["mean"], (line["low"], line["high"]), lower_is_better=lower))
         found.append(best)
     return found
 
