@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice, pairwise
 from pathlib import Path
@@ -179,6 +180,7 @@ def print_goals(turns: dict[Key, Turns]) -> None:
         (scdl, RAW, 1.5),
         *((one, gives, 0.85) for gives in (CONTINUOUS, RANK, BINNED, RAW)),
         (("C loop", "of memcpy"), RAW, 0.6),
+        (("C loop", "of reads"), RAW, 1),
         *((("C loop", "of tokens"), gives, 1) for gives in (CONTINUOUS, RANK)),
     ):
         if (*other, gives) in turns:
@@ -271,8 +273,9 @@ LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = {
     for gives in (CONTINUOUS, RANK, BINNED, RAW)
 } | {
     ("C loop", "of memcpy", RAW): c_loop,
-    ("C loop", "of tokens", CONTINUOUS): lambda corpus, batch: c_tokens(corpus, batch, continuous=True),
-    ("C loop", "of tokens", RANK): lambda corpus, batch: c_tokens(corpus, batch, continuous=False),
+    ("C loop", "of reads", RAW): partial(c_tokens, gives=RAW),
+    ("C loop", "of tokens", CONTINUOUS): partial(c_tokens, gives=CONTINUOUS),
+    ("C loop", "of tokens", RANK): partial(c_tokens, gives=RANK),
     **PEERS,
 }
 

@@ -1,5 +1,5 @@
-"""The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to its place in a window,
-and one that makes tokens of rows that were read into a window, batch by batch, in memory that stays in the cache.
+"""The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to its place in a window;
+reads of blocks into a window; and a loop in C that makes tokens of it, batch by batch, in memory that stays in the cache.
 
 They know where each row is and where it goes before they are timed. What they do not do: choose an order, keep lanes
 apart, read ahead, check a length, or keep a batch.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus
+from loader_peers import CONTINUOUS, RANK, RAW
 
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
@@ -78,8 +79,8 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
         yield epoch()
 
 
-def c_tokens(corpus: Corpus, batch: int, continuous: bool) -> Iterator[Iterator[int]]:
-    """Epochs of windows, as numbers of their cells: blocks are read into the window, and batches made of it."""
+def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
+    """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens, if any, made of it."""
     make, shards = _compiled("tokens"), open_shards(Manifest.read(corpus.manifest), "train")
     assert all(shard.dtype.itemsize == 2 for shard in shards)
     files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
@@ -91,13 +92,13 @@ def c_tokens(corpus: Corpus, batch: int, continuous: bool) -> Iterator[Iterator[
     def epoch() -> Iterator[int]:
         for blocks, (start, length, kept) in windows:
             for at, first, place, n in blocks:
-                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[: 1 + continuous]:
+                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[: 1 + (gives != RANK)]:
                     offset = stored.offset + array.itemsize * first
                     assert os.preadv(files[at].fileno(), [array[place : place + n]], offset) == n * array.itemsize
-            for cell in range(0, len(kept), batch):
+            for cell in range(0, len(kept) if gives != RAW else 0, batch):
                 rows, to = slice(cell, cell + batch), np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
                 where = map(_pointer, (genes, counts, start[rows], length[rows], kept[rows], to, ids, values))
-                make(ctypes.c_int64(len(to)), *where, ctypes.c_int(continuous))
+                make(ctypes.c_int64(len(to)), *where, ctypes.c_int(gives == CONTINUOUS))
             yield len(kept)
 
     while True:

@@ -150,9 +150,9 @@ class Prefixes:
 
     def token_ids(self, genes: np.ndarray) -> np.ndarray:
         """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
-        ids = self.copy(genes, np.int32)
-        ids += len(SPECIAL)
-        return ids
+        cut = self.cu_seqlens[-1] < self._starts[-1]
+        ids = self.copy(genes, np.int32) if cut else recycled_empty(self.cu_seqlens[-1], np.int32)
+        return np.add(ids if cut else genes, len(SPECIAL), out=ids)
 
 
 def tokenized(
