@@ -1,5 +1,5 @@
 """The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to its place in a window;
-reads of blocks into a window; and a loop in C that makes tokens of it, batch by batch, in memory that stays in the cache.
+reads of blocks into a window; and a loop in C that makes tokens of it, batch by batch, in memory that stays in cache.
 
 They know where each row is and where it goes before they are timed. What they do not do: choose an order, keep lanes
 apart, read ahead, check a length, or keep a batch.
