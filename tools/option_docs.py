@@ -37,8 +37,8 @@ whole. Off is `null`.
 
 A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
 value out of range stops every command with a one-line error that names it. On the command line, Snakemake's
-`--config 'train={{lr: 1e-4}}'` changes single keys, and `--configfile FILE --replace-workflow-config` uses another
-file; [examples/](examples) has complete ones.
+`--config 'train={{lr: 1e-4}}'` changes single keys, and adds to mappings of names (it takes no task away);
+`--configfile FILE --replace-workflow-config` uses another file; [examples/](examples) has complete ones.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}

@@ -56,3 +56,5 @@ def one_line() -> Iterator[None]:
         yield
     except UserError as error:
         sys.exit(f"cellmill: {error}")
+    except OSError as error:
+        sys.exit(f"cellmill: {error.filename or 'a file'}: {error.strerror or error}")

@@ -232,17 +232,17 @@ def progress(
     total: float,
     unit: str = "cells",
     size: Callable[[T], float] = lambda item: getattr(item, "shape", (1,))[0],
-    now: Callable[[T], str] | None = None,
+    now: Callable[[], str] | None = None,
     clock: Callable[[], float] = time.monotonic,
     out: TextIO | None = None,
 ) -> Iterator[T]:
     """Yield `items`, and show on `out`, stderr unless given, how much of `total` is done: nothing in the first 5 s.
 
     On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows of a block, else 1)
-    when the next one is wanted. `now` names the one at work, also while it takes long. Of a training's processes only
-    rank 0 shows anything.
+    when the next one is wanted. `now` names what is at work, and is shown while one takes long, too. Of a training's
+    processes only rank 0 shows anything.
     """
-    out, done, began, named, ended = out or sys.stderr, 0.0, clock(), "", Event()
+    out, done, began, ended = out or sys.stderr, 0.0, clock(), Event()
     bar, due, drawn = out.isatty(), began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf), False
 
     def show_if_due() -> None:
@@ -250,6 +250,7 @@ def progress(
         if (at := clock()) < due:
             return
         due, rate = at + (REDRAW_S if bar else EVERY_S), done / (at - began)
+        named = f", now {now()}" if now is not None else ""
         if bar:  # imported late: it takes 0.1 s
             meter, columns = import_module("tqdm").tqdm.format_meter, shutil.get_terminal_size().columns
             units, drawn = {"unit": f" {unit}", "unit_scale": True}, True
@@ -269,7 +270,6 @@ def progress(
         Thread(target=beat, daemon=True).start()
     try:
         for item in items:
-            named = f", now {now(item)}" if now is not None else ""
             show_if_due()
             yield item
             done += size(item)

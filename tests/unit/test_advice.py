@@ -35,9 +35,16 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {"outcomes": BEHIND}, "take the best baseline: it is better on these cells"),
         # lengths were measured without labels
         ({}, {"model": {"supervised_by": ["cell_type"]}, "plan": {"steps": 9, "steps_per_epoch": 3}}, None),
+        # two labels need no second direction
+        ({}, {"model": {"supervised_by": ["cell_type"]}, "lines": [{"effective_rank": 1.2}]}, None),
     ],
 )
 def test_each_rule_has_one_sentence(options: dict[str, Any], files: dict[str, Any], said: str | None) -> None:
     sentences = advised(options, **files)
     assert len(sentences) == (said is not None)
     assert not said or sentences[0].startswith(said)
+
+
+def test_more_steps_are_advised_before_another_rate() -> None:
+    few = advised({}, lines=[{"effective_rank": 1.2}], plan={"steps": 60, "steps_per_epoch": 400})
+    assert [sentence.split(":")[0] for sentence in few] == ["set train.steps", "lower train.lr"]

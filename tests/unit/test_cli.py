@@ -99,6 +99,18 @@ def test_what_a_command_cannot_take_is_one_line(
     assert error.count("\n") == 1
 
 
+def test_the_usual_configuration_is_read_where_it_is_named(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config").mkdir()
+    Path("config/config.yaml").write_bytes(config.read_bytes())
+    embed = ["embed", "--model", "m", *CELLS.split()]
+    for given, line in (([], "m/"), (["--config", "config/config.yaml"], "--run is required for config/config.yaml; ")):
+        assert main([*embed, *given]) == 2
+        assert capsys.readouterr().err.startswith(f"cellmill embed: {line}")
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [

@@ -119,6 +119,11 @@ WRONG = {
     ),
     "trian: {}": "unknown key 'trian'; did you mean 'train'?",
     "zzz: {}": f"unknown key 'zzz'; there are: {', '.join(top_level())}",
+    "corpora: {pbmc: {datasets: []}}": "corpora.pbmc.datasets: expected names of datasets, got none; null takes all",
+    "lr: 1": "unknown key 'lr'; it is an option of train",
+    "runs: {demo: {corpus: pbmc, stream: {max_mito_frac: 1}}}": (
+        "runs.demo.stream: unknown key 'max_mito_frac'; it is an option of preprocess"
+    ),
     "train: {lrr: 1}": "train: unknown key 'lrr'; did you mean 'lr'?",
     "objective: {name: classification, label_colum: cell_type}": (
         "objective: unknown key 'label_colum'; did you mean 'label_column'?"

@@ -183,7 +183,7 @@ def test_a_log_gets_a_line_after_5_s_and_then_every_30_s_of_rank_0(monkeypatch: 
         "preprocess kang: 2,000 of 20,000 cells (10%), 400 cells/s, 45 s left",
         "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left",
     ]
-    slow = shown(io.StringIO(), [3000.0] * 3, rows=1, unit="tasks", now=lambda block: "annotate")
+    slow = shown(io.StringIO(), [3000.0] * 3, rows=1, unit="tasks", now=lambda: "annotate")
     assert slow == [
         "preprocess kang: 1 of 3 tasks (33%), 1.7 h left, now annotate",
         "preprocess kang: 2 of 3 tasks (67%), 50 min left, now annotate",
@@ -208,6 +208,6 @@ def test_a_terminal_gets_a_bar_that_is_cleared(monkeypatch: pytest.MonkeyPatch) 
 def test_a_long_item_is_named_while_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellmill.files.QUIET_S", 0.01)
     out = io.StringIO()
-    for _ in progress(["umap"], "evaluate kang", 1, "tasks", now=str, out=out):
+    for _ in progress([0], "evaluate kang", 1, "tasks", now=lambda: "umap", out=out):
         wait_for(out.getvalue)
     assert out.getvalue() == "evaluate kang: 0 of 1 tasks (0%), now umap\n"

@@ -250,10 +250,11 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
     counted = obs["cellmill_label"].value_counts()
     most = ", ".join(f"{label} {n:,}" for label, n in counted[counted > 0].items())
     assert [line for line in lines if f"; most as {most} -> " in line]
-    assert (
-        f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
-        f"({equal / known.sum():.3f})"
-    ) in lines
+    agree = f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
+    n_open = int((~obs["cellmill_label"].isin(LABELS))[known].sum())
+    assert bool(n_open) == bool(smallest)
+    unknown = f"; {n_open} of them are unknown" if n_open else ""
+    assert f"{agree}({equal / known.sum():.3f}){unknown}" in lines
     assert (
         f"cells: warning: obs column kind: {n_other} of {known.sum() + n_other} labelled cells have a label that the "
         f"model does not know: 'unknown' {n_other}"

@@ -86,6 +86,20 @@ def test_missing_files_of_another_model_are_named(project: Path) -> None:
     assert missing == "runs.r.init_from: models/m/model.safetensors: no such file"
 
 
+@pytest.mark.parametrize(
+    "model", ["hf://owner", "hf://own/a:b", "hf://own/../x", "hf://own/name@", "hf://own/name@a@b"]
+)
+def test_a_misspelt_model_on_the_hub_is_named_although_results_stand(project: Path, model: str) -> None:
+    said = f"expected hf://owner/name or hf://owner/name@revision, got '{model}'"
+    parent = ("{corpus: c}", f"{{corpus: c, init_from: {model}}}")
+    assert checked(change=parent) == f"runs.r.init_from: {said}"
+    where = "runs.r.evaluate.external.a.model"
+    assert checked(f"evaluate: {{external: {{a: {{model: {model}}}}}}}\n") == f"{where}: {said}"
+    assert checked(change=("{corpus: c}", "{corpus: c, init_from: hf://own/name@v1.0}")) is None
+    said = f"corpora.c.vocabulary.medians: expected a path, got '{model}'"
+    assert checked(f"vocabulary: {{medians: {model}}}\n") == said
+
+
 def test_tasks_without_a_label_are_named_once_for_all_runs(project: Path) -> None:
     Path("data/b.h5ad").touch()
     tasks = "evaluate: {tasks: {probe: {}, few_shot: {}, reconstruct: {}}}\nruns: {q: {corpus: c}, r: {corpus: c}}\n"

@@ -87,6 +87,18 @@ def test_steps_tokens_and_micro_batches_are_those_of_the_stream(corpus: Manifest
         stream.close()
 
 
+def test_cells_that_are_read_more_often_count_as_often(tmp_path: Path) -> None:
+    kinds = np.where(np.arange(N_CELLS) % 50, None, np.where(np.arange(N_CELLS) % 100, "a", "b"))
+    labelled = write_corpus(tmp_path, N_CELLS, obs={"kind": kinds})
+    read = SECTIONS["stream"] | {"weight_by": "kind", "labelled_frac": 1.0}
+    stream = stream_of(labelled, options=read, tokens=_options().tokens, token_budget=64)
+    steps = itertools.islice(stream, stream.steps_per_epoch)
+    tokens = sum(len(batch.genes) for step in steps for batch in step)
+    assert _plan(labelled, tmp_path, stream=read)["tokens_per_cell"] == tokens / N_CELLS
+    assert _plan(labelled, tmp_path)["tokens_per_cell"] != tokens / N_CELLS
+    stream.close()
+
+
 def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     auto = Train.model_validate({"steps": "auto"})
     assert {n: auto.total_steps(n) for n in (1, 13, 533, 534, 3907)} == {

@@ -232,3 +232,25 @@ def test_nothing_left_names_the_filter_and_the_option(
     assert message(mito, min_cells=5) == (
         "none of 2 genes is left after QC: none is detected in 5 of the 4 cells that pass; lower preprocess.min_cells"
     )
+
+
+def test_an_input_that_is_replaced_while_it_is_read_is_refused(
+    panel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, copy = stage.preprocess_cells, tmp_path / "copy.h5ad"
+    copy.write_bytes(panel.read_bytes())
+    out, line = tmp_path / "o.h5ad", f"{panel}: it changed while it was read; run preprocess again"
+    for change in (lambda: copy.replace(panel), lambda: panel.write_bytes(b"other"), panel.unlink):
+
+        def measured_and_changed(*given: Any, change: Callable[[], object] = change) -> dict[str, Any]:
+            report = measured(*given)
+            change()
+            return report
+
+        monkeypatch.setattr(stage, "preprocess_cells", measured_and_changed)
+        before = panel.read_bytes()
+        with pytest.raises(DataError) as caught:
+            run(panel, out)
+        assert str(caught.value) == line
+        assert not [*tmp_path.glob("o.*")]
+        panel.write_bytes(before)

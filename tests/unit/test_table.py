@@ -52,8 +52,13 @@ TABLES = {
     "a dot": (f"{ROW}.d\tb\n", "line 2: dataset: '.d' is no name; use letters, digits"),
     "an empty file": ("", "no datasets; add a row per .h5ad file"),
     "a header alone": ("dataset\tpath\n", "no datasets; add a row per .h5ad file"),
+    "columns separated by spaces": ("dataset path\na b\n", "unknown column 'dataset path'; separate columns by tabs"),
     "an unknown column": ("dataset\tpth\na\tb\n", "unknown column 'pth'; did you mean 'path'?"),
     "credentials": ("dataset\tpath\na\ts3://u:p@b/c\n", "line 2: path: s3://b/c: has credentials (a user before @), "),
+    "a source with a token": (
+        "dataset\tpath\tsource\na\tb\thttps://h/x?token=T\n",
+        "line 2: source: https://h/x: has credentials (parameter token), ",
+    ),
     "no path": ("dataset\tpath\na\t\n", "line 2: path: is missing"),
     "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),

@@ -385,6 +385,8 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpath\nsim\tdata/none.h5ad\n")
     said = refusal(project, "--dry-run")
     assert said.startswith("cellmill: config/datasets.tsv: dataset sim: data/none.h5ad: no such file; correct the path")
+    (project.folder / "config" / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{'a' * 300}\n")
+    assert refusal(project, "--dry-run") == f"cellmill: {'a' * 300}: File name too long"
 
 
 def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Project) -> None:

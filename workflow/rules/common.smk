@@ -5,10 +5,9 @@ import os
 import re
 import shlex
 
-from snakemake.utils import validate
-
 from cellmill.config import check_config
 from cellmill.config.evaluate import PRESETS
+from cellmill.config.published import HUB_MODEL
 from cellmill.config.rules import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
@@ -28,8 +27,6 @@ with one_line():
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
         jobs.check_targets(words)
-        # given on the command line, private is the text "true": the parsed value is validated
-        validate({**config, "private": pipeline.private}, "../schemas/config.schema.json", set_default=False)
         # imports h5py, which jobs of a cluster do without
         from cellmill.data.prepare.check import check_datasets, check_inputs
 
@@ -46,7 +43,7 @@ wildcard_constraints:
     corpus="|".join(map(re.escape, pipeline.corpora)),
     run="|".join(map(re.escape, pipeline.runs)),
     at=r"(/steps/[1-9]\d*)?",
-    model=r"[\w.-]+/[\w.-]+(@[\w./-]+)?",
+    model=HUB_MODEL,
     published="|".join(map(re.escape, jobs.published)) or "a^",
     part=r"\d+-of-\d+",
     digest="[0-9a-f]{12}",

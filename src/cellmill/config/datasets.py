@@ -136,9 +136,10 @@ def redacted(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def check_url(text: str) -> str:
-    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or chained protocols."""
-    if not is_url(text):
+def check_url(text: str | None) -> str | None:
+    """Return an input without blanks around it. Raises ConfigError for a URL with credentials, which logs would show,
+    or chained protocols."""
+    if text is None or not is_url(text := text.strip()):
         return text
     parts = urlsplit(text)
     secrets = [f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)]
@@ -172,7 +173,7 @@ class Dataset(ObsColumns):
     licence: str | None = Field(None, description="Licence of the data, for the report.")
 
     _name_is_usable = field_validator("dataset")(check_name)
-    _has_no_credentials = field_validator("path")(check_url)
+    _has_no_credentials = field_validator("path", "source")(check_url)
 
     def preprocess(self, section: Preprocess) -> Preprocess:
         """The corpus's options, overridden by the dataset's."""
@@ -214,7 +215,8 @@ def read_rows(
         header.pop()
     for name in header:
         if name not in known:
-            raise ConfigError(f"{table}: unknown column {name[:80]!r}; {did_you_mean(name, known)}")
+            hint = "separate columns by tabs" if {*" ,;"} & {*name} else did_you_mean(name, known)
+            raise ConfigError(f"{table}: unknown column {name[:80]!r}; {hint}")
         if header.count(name) > 1:
             raise ConfigError(f"{table}: two columns are called {name!r}; remove one")
     if lacking := [name for name in required if name not in header]:

@@ -202,7 +202,7 @@ def with_defaults(tree: Any) -> Tree:
         raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
     known = top_level()
     if wrong := [str(key) for key in tree if key not in known]:
-        raise ConfigError(unknown_key(wrong[0], known))
+        raise ConfigError(unknown_key(wrong[0], known, whole=Workflow))
     merged: Tree = {name: value for name, value in tree.items() if name in Workflow.model_fields}
     merged |= {name: _mapping(tree.get(name), name) for name in sections_of(Workflow)}
     entries = {kind: _entries(kind, tree.get(kind)) for kind in ENTRIES}

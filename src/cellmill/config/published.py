@@ -93,6 +93,9 @@ class PublishedFolder:
         return geneformer_sections(self.folder) if self.kind == "geneformer" else scgpt_sections(self.folder)
 
 
+HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"  # name and revision of a model on the Hugging Face hub
+
+
 def model_folder_of(parent: str) -> str:
     """The model folder that an `init_from` other than a run names: of a published folder and the hub, the rule's."""
     if (published := PublishedFolder.named_by(parent)) is not None:

@@ -157,7 +157,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         section: Any = model
         for part in where[:-1]:
             section = get_args(section)[-1] if get_origin(section) else section.model_fields[part].annotation
-        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "kind", None))
+        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "kind", None), model)
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
@@ -166,6 +166,13 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
         hint = f"; {first['input']} is {here} here" if here is not None and repr(here) in message else ""
         message += f", got {shown(first['input'])}{hint}"
     return where, message[0].lower() + message[1:]
+
+
+def _sections_with(key: str, owner: type[BaseModel]) -> Iterator[str]:
+    for name, field in owner.model_fields.items():
+        part = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else field.annotation
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield from [name] if key in part.model_fields else _sections_with(key, part)
 
 
 def shown(value: Any) -> str:
@@ -182,9 +189,11 @@ def error_line(where: list[str], message: str) -> str:
     return f"{'.'.join(where)}: {message}" if where else message
 
 
-def unknown_key(key: str, known: Iterable[str], kind: str | None = None) -> str:
-    """Message for a key that does not exist, of a section or of a `kind` of parts: ours for a word of another tool, or
-    the nearest name."""
+def unknown_key(key: str, known: Iterable[str], kind: str | None = None, whole: type[BaseModel] | None = None) -> str:
+    """Message for a key that does not exist, of a section or of a `kind` of parts: the sections of `whole` that have
+    it, ours for a word of another tool, or the nearest name."""
+    if whole is not None and (owners := dict.fromkeys(_sections_with(key, whole))):
+        return f"unknown key {key!r}; it is an option of {' and of '.join(owners)}"
     here = other_words("keys").get(key)
     hint = f"set {here}" if here and here != f"{kind}.{key}" else did_you_mean(key, known)
     return f"unknown key {key!r}; {hint}"

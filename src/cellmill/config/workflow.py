@@ -182,6 +182,8 @@ class Workflow(Section):
     `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony. Changing it reruns nothing."""
 
     def problems(self) -> Iterator[str]:
+        empty = [name for name, corpus in self.corpora.items() if corpus.datasets == []]
+        yield from (f"corpora.{name}.datasets: expected names of datasets, got none; null takes all" for name in empty)
         yield from (f"bridges: no bridge {n!r}; {did_you_mean(n, BRIDGES)}" for n in self.bridges if n not in BRIDGES)
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cellmill.config.plugin import in_one_line
+from cellmill.config.published import HUB_MODEL
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path
 from cellmill.models.export import load_model
@@ -26,7 +27,6 @@ FILES = (
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json"),  # config.json is written last
 )
 SCHEME = "hf://"
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
@@ -81,7 +81,7 @@ def cached(repo: str) -> Path:
 def split_name(repo: str) -> tuple[str, str | None]:
     """Return owner/name, and the revision, of `[hf://]owner/name[@revision]`. Raises ConfigError."""
     name, _, revision = repo.removeprefix(SCHEME).partition("@")
-    if not NAME.fullmatch(name):
+    if not re.fullmatch(HUB_MODEL, repo.removeprefix(SCHEME)):
         raise ConfigError(f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision")
     return name, revision or None
 

@@ -21,9 +21,6 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     """
     options = (run.record or {}).get("options", {})
     objective, model = options.get("objective", {}).get("name"), options.get("model", {})
-    ranks = [line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None]
-    if ranks and ranks[-1] < COLLAPSED:
-        yield "lower train.lr: the embedding has collapsed to one direction"
     if objective in WEAK:
         yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
     if model.get("family") == "profile" and model["hidden"] >= WIDE and options["train"]["lr"] > WIDE_LR:
@@ -41,6 +38,9 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
                 f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
                 "embeddings improve for longer than the validation loss"
             )
+    ranks = [line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None]
+    if ranks and ranks[-1] < COLLAPSED and not run.supervised_by:  # two labels need no second direction
+        yield "lower train.lr: the embedding has collapsed to one direction"
     if any(outcomes) and "ahead" not in outcomes:
         better = "is better" if "behind" in outcomes else "is as good"
         yield (

@@ -256,10 +256,11 @@ def predict(
         found = count_labels(obs, path.stem, column, labels)
         if n_known := found.n_labelled - found.n_unknown:
             given = pd.Series(text_values(obs[column].map(text_of, na_action="ignore")))
-            n_equal = int((given.isin(labels) & (given == np.asarray(predicted.obs[LABEL + end], object))).sum())
+            known, assigned = given.isin(labels), pd.Series(np.asarray(predicted.obs[LABEL + end], object))
+            n_equal, n_open = int((known & (given == assigned)).sum()), int((known & ~assigned.isin(labels)).sum())
             lines.append(
                 f"{n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
-                f"({n_equal / n_known:.3f})"
+                f"({n_equal / n_known:.3f})" + f"; {n_open:,} of them are unknown" * (n_open > 0)
             )
         lines += [f"warning: obs column {found.problem}"] if found.problem else []
     numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]

@@ -9,7 +9,7 @@ from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyO
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
+from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
@@ -17,7 +17,7 @@ from cellmill.data.prepare.preprocess import preprocess_cells, preprocess_sequen
 from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
-from cellmill.errors import ConfigError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import remove_incomplete, write_json
 
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")
@@ -68,12 +68,16 @@ def preprocess(
     """
     remove_incomplete(out)
     path = local_input(input)
+    before = state_of(path)
     with open_dataset(path, counts) as reader:
         reader.round_counts = round_counts
         prepare = preprocess_sequences if reader.ordered else preprocess_cells
         qc = prepare(reader, options.preprocess, out, columns)
         reader.warn_if_rounded()
     origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
+    if state_of(path) != before:
+        out.unlink()
+        raise DataError(f"{path}: it changed while it was read; run preprocess again")
     origin |= {"round_counts": True} if round_counts else {}
     origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
     write_json(report, {"dataset": dataset, "source": origin, **qc})

@@ -25,11 +25,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import chain
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -291,7 +292,8 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
 
     A task that fails is named in the last line, below its traceback.
     """
-    works, results, futures = [*_works(tasks, context)], {}, {}
+    works, results = [*_works(tasks, context)], {}
+    futures: dict[Future[Any], _Work] = {}  # in the order in which the processes begin them
     dataset, n_scored, n_cells = context.dataset, int(context.scored.sum()), context.reader.n_obs
     print(f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})", flush=True)
     apart = [at for at, work in enumerate(works) if not getattr(work.task, "keeps_result", False)]
@@ -304,11 +306,18 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             pool = stack.enter_context(_processes(n))
             with warnings.catch_warnings(), interrupted_later():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
-                futures = {at: pool.submit(_run_inherited, at) for at in apart}
-        listed = progress(enumerate(works), f"evaluate {dataset}", len(works), "tasks", now=lambda pair: pair[1].name)
-        for at, work in listed:
+                futures = {pool.submit(_run_inherited, at): works[at] for at in apart}
+        here = [work for at, work in enumerate(works) if not futures or at not in apart]
+
+        def at_work() -> str:
+            left = [work.name for future, work in futures.items() if not future.done()][:n]
+            return ", ".join([*(work.name for work in here if work.name not in results)][:1] + left)
+
+        finished = ((futures[one], one.result) for one in as_completed(futures))
+        entries = chain(((work, work.run) for work in here), finished)
+        for work, entry_of in progress(entries, f"evaluate {dataset}", len(works), "tasks", now=at_work):
             try:
-                entry, added = futures[at].result() if at in futures else work.run()
+                entry, added = entry_of()
             except (UserError, BrokenProcessPool):
                 raise
             except Exception as error:
@@ -321,7 +330,7 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             results[work.name] = entry
             for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
                 print(f"{dataset}: {work.name}: {line}", flush=True)
-    return results
+    return {work.name: results[work.name] for work in works}
 
 
 def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, counts: str, out: Path) -> None:

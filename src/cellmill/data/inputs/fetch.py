@@ -87,6 +87,13 @@ def read_record(path: Path) -> Fetched:
         raise DataError(f"{path}: expected url, path, sha256 and bytes; delete it and run fetch again") from None
 
 
+def state_of(path: Path) -> list[tuple[str, int, int, int]]:
+    """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced or written."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    states = [(str(file), file.stat()) for file in files]
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
 def origin_of(path: Path) -> dict[str, Any]:
     """Name, SHA-256 and size of a local input, for reports; of a folder over its files by name."""
     if path.is_file():

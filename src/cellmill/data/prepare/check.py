@@ -5,6 +5,7 @@ checks before it reads counts. Files are checked here because Snakemake accepts 
 without a message: a mistyped path would keep the results of the file named before.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from cellmill.config.datasets import Dataset, is_url, read_label_map
-from cellmill.config.published import PublishedFolder
+from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
@@ -157,7 +158,12 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
 
 def _files_of_model(option: str, model: str | None, file: str | None = None) -> Iterator[tuple[str, str]]:
     """Option and path of each file of a published folder, or of `file`, by default the weights, of a model folder."""
-    if model is None or is_url(model):
+    if model is None:
+        return
+    if is_url(model):  # a wrong one would match no rule, whose outputs may be there
+        if file is not None or not re.fullmatch(f"hf://{HUB_MODEL}", model):
+            expected = "a path" if file is not None else "hf://owner/name or hf://owner/name@revision"
+            raise DataError(f"{option}: expected {expected}, got {model!r}")
         return
     published, file = PublishedFolder.named_by(model), file or str(Path(model) / "model.safetensors")
     try:

@@ -43,6 +43,15 @@ _WEIGHTS = (
 _TRAIN_FRAC = "train_frac"
 
 
+def repeats_of(manifest: Manifest, split: str, stream: StreamOptions, max_cells: int | None = None) -> Repeats:
+    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the shards."""
+    known = manifest.levels(stream.weights_column())
+    levels = CellColumns(manifest, split, "levels", known)[:max_cells][:, 0]
+    if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
+        levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
+    return Repeats(levels, stream)
+
+
 class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
@@ -90,13 +99,7 @@ class CellStream:
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
         if shuffle and stream.train_frac < 1:
             max_cells, weights = stream.train_cells(entry.n_obs), weights | {_TRAIN_FRAC: stream.train_frac}
-        repeats = None
-        if weighted:
-            known = opened.levels(weighted)
-            levels = CellColumns(opened, split, "levels", known)[:max_cells][:, 0]
-            if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
-                levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
-            repeats = Repeats(levels, stream)
+        repeats = repeats_of(opened, split, stream, max_cells) if weighted else None
         self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
