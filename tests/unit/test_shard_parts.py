@@ -368,6 +368,19 @@ def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
         assert not list(back.glob("train-00000*"))
 
 
+def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_path: Path) -> None:
+    manifest, archive = write_corpus(tmp_path, 200, val_frac=0.1), tmp_path / "archive"
+    assert archived(manifest.path, archive) == 0
+    damaged, kept = archive / "train-00000.h5ad.zip", archive / "val-00000.h5ad.zip"
+    content, written = bytearray(damaged.read_bytes()), kept.stat().st_mtime_ns
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert archived(manifest.path, archive) == 0
+    assert kept.stat().st_mtime_ns == written
+    assert restored(archive, tmp_path / "back") == 0
+    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
+
+
 IDS = genes_named(60)
 
 

@@ -38,7 +38,8 @@ _DAMAGES = (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.
 def archive_shards(manifest: Manifest, out: Path) -> int:
     """Write an archive of all files of a manifest to the folder `out`; return its bytes.
 
-    Files that are there already are kept; manifest.json is written last. Raises DataError naming a damaged shard.
+    Undamaged files that are there already are kept; manifest.json is written last. Raises DataError naming a damaged
+    shard.
     """
     rows: dict[str, RowFile] = {}
     for split, entry in manifest.splits.items():
@@ -71,7 +72,8 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
     path = manifest.shard_path(file)
     try:
         with zipfile.ZipFile(target) as archive:
-            if json.loads(_member(archive, "layout.json", _HEADER_BYTES))["sha256"] == file.sha256:
+            layout = json.loads(_member(archive, "layout.json", _HEADER_BYTES))
+            if layout["sha256"] == file.sha256 and archive.testzip() is None:
                 return
     except (OSError, *_DAMAGES):
         pass
