@@ -381,6 +381,27 @@ def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_pat
     assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_of_other_shards_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool
+) -> None:
+    one, other = (write_corpus(tmp_path / name, cells).path for name, cells in (("one", 200), ("other", 300)))
+    assert archived(one, tmp_path / "archive") == 0
+    assert archived(other, tmp_path / "others") == 0
+    if damaged:
+        for manifest in (other, tmp_path / "others" / "manifest.json"):
+            manifest.write_text("{}")
+    capsys.readouterr()
+    for command, given, out in ((archived, one, tmp_path / "others"), (restored, tmp_path / "archive", other.parent)):
+        before, source = bytes_of(out), one if given == one else given / "manifest.json"
+        assert command(given, out) == 2
+        assert capsys.readouterr().err.partition(": ")[2] == (
+            f"{out}/manifest.json: expected the files of {source}, got others or a damaged manifest; set --out to "
+            "another folder, or remove this manifest to overwrite the files beside it\n"
+        )
+        assert bytes_of(out) == before
+
+
 IDS = genes_named(60)
 
 

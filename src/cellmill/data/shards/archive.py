@@ -16,6 +16,7 @@ import shutil
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +27,7 @@ from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.inputs.h5 import one_line, open_h5
 from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry, verify
 from cellmill.data.shards.reader import RowFile, open_shards
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, sha256_file
 
 _ROWS, _THREADS = 1024, 4
@@ -38,9 +39,10 @@ _DAMAGES = (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.
 def archive_shards(manifest: Manifest, out: Path) -> int:
     """Write an archive of all files of a manifest to the folder `out`; return its bytes.
 
-    Undamaged files that are there already are kept; manifest.json is written last. Raises DataError naming a damaged
-    shard.
+    Undamaged files that are there already are kept; manifest.json is written last. Raises ConfigError if `out` holds
+    other shards, DataError naming a damaged shard.
     """
+    _refuse_others(manifest, out)
     rows: dict[str, RowFile] = {}
     for split, entry in manifest.splits.items():
         if entry.shards:
@@ -57,15 +59,28 @@ def archive_shards(manifest: Manifest, out: Path) -> int:
 def restore_shards(manifest: Manifest, out: Path) -> int:
     """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their number.
 
-    Files that are there already are kept; manifest.json is written last. Raises DataError for a file whose SHA-256 is
-    not the manifest's.
+    Files that are there already are kept; manifest.json is written last. Raises ConfigError if `out` holds other
+    shards, DataError for a file whose SHA-256 is not the manifest's.
     """
+    _refuse_others(manifest, out)
     files = manifest.files()
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
     with atomic_path(out / manifest.path.name) as temporary:
         shutil.copyfile(manifest.path, temporary)
     return len(files)
+
+
+def _refuse_others(manifest: Manifest, out: Path) -> None:
+    """Raise ConfigError if the manifest in `out` lists other files: they would be overwritten or orphaned."""
+    if (there := out / manifest.path.name).exists():
+        with suppress(DataError):
+            if Manifest.read(there).files() == manifest.files():
+                return
+        raise ConfigError(
+            f"{there}: expected the files of {manifest.path}, got others or a damaged manifest; set --out to another "
+            "folder, or remove this manifest to overwrite the files beside it"
+        )
 
 
 def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path) -> None:
