@@ -119,7 +119,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> N
 
 @pytest.fixture
 def run(half: Path, tmp_path: Path) -> Path:
-    """A copy of the run with whole checkpoints of the steps 4 and 6, and one of step 8 without its manifest."""
+    """A copy of the run with whole checkpoints of the steps 4 and 6, and one of step 8 that lost its manifest."""
     shutil.copytree(half, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (6, 8):
@@ -137,7 +137,7 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_used_if_there_is_one(ru
         if step == 6:
             found, damaged = TrainFolder(run).newest_whole()
             assert found is not None
-            assert (found.step, len(damaged), str(file) in damaged[0]) == (4, 1, True)
+            assert (found.step, len(damaged), str(file) in damaged[1]) == (4, 2, True)
     with pytest.raises(DataError, match=r"every checkpoint is damaged .* start again at step 0"):
         TrainFolder(run).newest_whole()
 
@@ -147,7 +147,7 @@ def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, run: Path) -
     files[-1].write_bytes(files[-1].read_bytes()[:-1])
     found = pool.run("newest", folder=str(run))
     assert len(found) == len(files) == 4
-    assert all(step == 4 and str(files[-1]) in damaged[0] for step, damaged in found)
+    assert all(step == 4 and str(files[-1]) in damaged[1] for step, damaged in found)
     expected = [{"rank": rank, "text": "ü" * rank, "none": None} for rank in range(4)]
     assert pool.run("gathered") == [expected] * 4
 

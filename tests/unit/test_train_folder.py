@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,41 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     assert (steps(folder), folder.best().step) == (kept, best)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_never_outlives_an_undamaged_one(tmp_path: Path) -> None:
+def without(name: str) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def as_file(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (without("state.json"), "/state.json: missing; the checkpoint is damaged"),
+        (without("manifest.json"), "/manifest.json: no such file; the checkpoint is damaged"),
+        (as_file, "/manifest.json: Not a directory; the checkpoint is damaged"),
+    ],
+    ids=["no state", "no manifest", "a file"],
+)
+def test_a_damaged_checkpoint_is_named_set_aside_and_never_outlives_an_undamaged_one(
+    tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
     folder = TrainFolder(tmp_path)
-    save(folder, 10, 10)
-    save(folder, 20, 10)
-    (tmp_path / "checkpoints" / "step-00000020" / "state.json").unlink()
-    found, damaged = folder.newest_whole()
-    assert (found.step, len(damaged)) == (10, 1)
+    for step in (5, 10, 20):
+        save(folder, step, 10, keep=3)
+    path = tmp_path / "checkpoints" / "step-00000020"
+    for damaged in (path, path.with_name("step-00000005")):
+        spoil(damaged)
+    folder.begin(30)  # does not count
+    found, lines = folder.newest_whole()
+    assert (found.step, lines) == (10, [f"{path}{said}"])
+    assert folder.newest_whole(contents=False) == (found, []), "named twice: by the launcher and by the training"
     folder.set_damaged_aside(found.step)
     save(folder, 15, 10, keep=1)
-    assert steps(folder) == [10, 15]
-    assert (tmp_path / "checkpoints" / "step-00000020.damaged").is_dir()
+    assert steps(folder)[-2:] == [10, 15]
+    assert path.with_name("step-00000020.damaged").exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"files": 3}'])

@@ -59,7 +59,7 @@ class Checkpoint:
             own = files[rank::world]
             megabytes = sum(size for _, size, _ in own) / 1e6
         except DataError as error:
-            return str(error)
+            return f"{error}; the checkpoint is damaged"
         except (KeyError, TypeError, AttributeError):
             return f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged"
         for name, size, sha256 in progress(own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6):
@@ -88,14 +88,13 @@ class TrainFolder:
         return ""
 
     def saved_step(self) -> int:
-        """Step of the newest complete checkpoint; 0 if there is none."""
+        """Step of the newest checkpoint; 0 if there is none."""
         return max((checkpoint.step for checkpoint in self.checkpoints()), default=0)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first."""
-        folders = [manifest.parent for manifest in self.checkpoint_folder.glob("step-*/manifest.json")]
-        complete = [self.checkpoint(path.name) for path in folders if re.fullmatch(r"step-\d{8,}", path.name)]
-        return sorted(complete, key=lambda checkpoint: checkpoint.step)
+        """Checkpoints that were completed, oldest first; any may be damaged since."""
+        names = [path.name for path in self.checkpoint_folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+        return sorted(map(self.checkpoint, names), key=lambda checkpoint: checkpoint.step)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """The checkpoint of that name, such as step-00000100."""
@@ -116,6 +115,7 @@ class TrainFolder:
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each newer, damaged one.
 
+        Without `contents` no lines: whoever loads the checkpoint checks them in full and names the damaged ones.
         `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage of one. Raises
         DataError if all of them are damaged: training never restarts at step 0 unasked.
         """
@@ -123,7 +123,7 @@ class TrainFolder:
         damaged: list[str] = []
         for checkpoint in reversed(self.checkpoints() if checkpoints is None else checkpoints):
             if (line := damage(checkpoint)) is None:
-                return checkpoint, damaged
+                return checkpoint, damaged if contents else []
             damaged.append(line)
         if damaged:
             raise DataError(
@@ -186,7 +186,7 @@ class TrainFolder:
         kept = {checkpoint.step for checkpoint in chosen} | {checkpoint.best_step() for checkpoint in chosen}
         for checkpoint in complete:
             if checkpoint.step not in kept:
-                shutil.rmtree(checkpoint.path)
+                shutil.rmtree(checkpoint.path, ignore_errors=True)  # a damaged one may be a file
 
     def set_aside(self) -> Path:
         """Move checkpoints, curve and status into a new `superseded-…` folder beside them, and return it."""
