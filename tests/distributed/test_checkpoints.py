@@ -184,3 +184,4 @@ def test_a_disk_that_is_full_amid_a_tensor_is_named(alone: None, tmp_path: Path)
             DataError, match=r"of step 4 could not be written \(a file was cut off: the disk is full, or "
         ):
             checkpoints.wait()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]

@@ -154,11 +154,16 @@ class TrainFolder:
         return checkpoints[step]
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the checkpoint of `step`."""
+        """Create an empty folder for the checkpoint of `step`, and remove what earlier writes left."""
+        self.remove_incomplete()
         path = self.checkpoint_folder / f"step-{step:08}{INCOMPLETE}"
-        shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
+
+    def remove_incomplete(self) -> None:
+        """Remove what is left of checkpoints whose write failed or was killed."""
+        for path in self.checkpoint_folder.glob(f"step-*{INCOMPLETE}"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
         """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest, `keep_steps` and best ones.

@@ -203,6 +203,8 @@ class Checkpoints:
     def raise_if_failed(self) -> None:
         """Raise DataError when a background save has failed on any rank. Called each step: no communication."""
         if self._writing is not None and self._writing.done() and (error := self._writing.exception()) is not None:
+            if dist.get_rank() == 0:
+                self.folder.remove_incomplete()  # on a full disk it would take what the user frees
             raise DataError(
                 f"{self.folder.checkpoint_folder}: the checkpoint of step {self.saved_step} could not be written "
                 f"({_reason(error)}); earlier ones are intact: free some space and run the same command again"
