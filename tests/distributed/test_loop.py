@@ -12,6 +12,7 @@ import torch
 from cellmill.cli import main
 from cellmill.config.run import AUTO_MIN_STEPS, Train
 from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
+from cellmill.track.tracker import JsonlTracker
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
 from tests.checks import quick
 from tests.distributed import cases
@@ -86,6 +87,35 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
         states = [checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()]
         saved.append([(state["step"], state["val_step"]) for state in states])
     assert saved == [[(2, None)], [(2, 2), (4, 2)]]
+
+
+def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
+    alone: None, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "metrics.jsonl", str(tmp_path)
+    for steps, every in ((4, 2), (6, 1)):  # another interval is no damage
+        made, _ = cases.trainer(corpus, options(train={"log_every_steps": every}), folder, steps, load=steps == 6)
+        made.trackers = [JsonlTracker(file)]
+        made.trackers[0].start({}, 0)
+        made.run()
+        made.close()
+    whole = file.read_bytes()
+    lines = [line["step"] for line in read_lines(file) if "loss" in line]
+    assert lines == [1, 2, 4, 5, 6]
+    capsys.readouterr()
+    for damaged, missing in (
+        (whole, 0),
+        (whole.replace(b"loss", b"\xffoss", 1), 1),
+        (whole[: len(whole) // 2], 3),
+        (b"", 5),
+    ):
+        file.write_bytes(damaged)
+        cases.trainer(corpus, options(), folder, 6, load=True)[0].close()
+        expected = (
+            f"warning: {file}: expected 5 logged steps up to step 6, {missing} are missing (damaged or deleted); "
+        )
+        error = capsys.readouterr().err
+        assert (error.count("\n"), error.startswith(expected)) == ((1, True) if missing else (0, False))
 
 
 DECAY, STEPS = 0.3, 6  # after the warm-up, (1 + t) / (10 + t), of the first three steps

@@ -181,20 +181,27 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path, capsys: pytest.Capt
         pass
 
 
-def test_the_curve_is_truncated_to_the_checkpoint_and_an_incomplete_line_dropped(tmp_path: Path) -> None:
+def test_the_curve_is_truncated_to_the_checkpoint_an_incomplete_line_dropped_and_its_steps_counted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.start({}, 0)
     for step in range(1, 6):
-        tracker.log(step, {"loss": 1 / step})
+        tracker.log(step, {"loss": 1 / step, "skipped_steps": 0})
     tracker.finish("done")
     with open(path, "a") as file:
-        file.write('{"step": 6, "lo')
-    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
-    cut_back(path, 3)
+        file.write('{"step": 3, "val_loss": 1}\n{"step": 6, "lo')
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5, 3]
+    assert cut_back(path, 3) == 3
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": step, "loss": 1 / step} for step in (1, 2, 3)
+        *({"step": step, "loss": 1 / step, "skipped_steps": 0} for step in (1, 2, 3)),
+        {"step": 3, "val_loss": 1},
     ]
+    path.write_bytes(path.read_bytes().replace(b"0.5", b"0\xff5"))
+    assert cut_back(path, 3) == 2
+    path.unlink()
+    assert cut_back(path, 3) == 0
 
 
 TREE: dict[str, Any] = {

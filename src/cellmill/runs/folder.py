@@ -223,10 +223,12 @@ TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
 COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
 
 
-def cut_back(path: Path, step: int, copy: Path | None = None) -> None:
-    """Drop lines of steps after `step`, and a last line that a kill truncated; in `copy` if given."""
-    lines = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step]
-    write_text(copy or path, "".join(lines))
+def cut_back(path: Path, step: int, copy: Path | None = None) -> int:
+    """Drop lines of steps after `step`, and a last line that a kill truncated; in `copy` if given. Return the number of
+    training steps that it has then; lines of validations are not counted."""
+    lines = [line for line in read_lines(path) if line["step"] <= step]
+    write_text(copy or path, "".join(json.dumps(line) + "\n" for line in lines))
+    return len({line["step"] for line in lines if "skipped_steps" in line})
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -157,7 +157,15 @@ class Trainer:
         epoch, in_epoch = divmod(step := self.progress.step, self.train_stream.steps_per_epoch)
         self.train_stream.load_state_dict(self.train_stream.state_dict() | {"epoch": epoch, "step": in_epoch})
         if dist.get_rank() == 0:
-            cut_back(self.folder.metrics, step)
+            missing = self.progress.logged_steps - cut_back(self.folder.metrics, step)
+            if missing > 0:
+                print(
+                    f"warning: {self.folder.metrics}: expected {self.progress.logged_steps} logged steps up to step "
+                    f"{step}, {missing} are missing (damaged or deleted); stop, restore the file from a copy and run "
+                    "the same command again, or the curve keeps the gap",
+                    file=sys.stderr,
+                    flush=True,
+                )
             print(f"going on from step {step}" if step else "starting at step 0", flush=True)
         dist.barrier()
 
@@ -396,6 +404,7 @@ class Trainer:
         return best
 
     def _log(self, line: dict[str, Any]) -> None:
+        self.progress.logged_steps += "skipped_steps" in line  # a training step, not a validation
         scalars = {name: value for name, value in line.items() if name != "step"}
         for tracker in self.trackers:
             tracker.log(line["step"], scalars)

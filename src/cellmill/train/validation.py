@@ -158,6 +158,7 @@ class Progress:
 
     step: int = 0
     cells: int = 0
+    logged_steps: int = 0  # with a line in metrics.jsonl
     wall_s: float = 0.0
     train_loss: float | None = None
     val_loss: float | None = None
