@@ -125,7 +125,6 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_never_outlives_an_undamaged
     folder.begin(30)  # does not count
     found, lines = folder.newest_whole()
     assert (found.step, lines) == (10, [f"{path}{said}"])
-    assert folder.newest_whole(contents=False) == (found, []), "named twice: by the launcher and by the training"
     folder.set_damaged_aside(found.step)
     save(folder, 15, 10, keep=1)
     assert steps(folder)[-2:] == [10, 15]
@@ -325,6 +324,23 @@ def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
     )
     assert not (folder.path / "status.json").exists()
     assert folder.saved_step() == step
+
+
+def test_the_launcher_names_a_damaged_checkpoint_and_the_training_does_not_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, 6)
+    folder = trained(tmp_path, 10)
+    path = folder.checkpoint_folder / "step-00000010"
+    (path / "state.json").write_text("{}")  # of another size, hashed as a finished run's
+    assert not is_done(folder, *wanted(10))
+    error = capsys.readouterr().err
+    assert error.startswith(f"warning: {path}/state.json: ")
+    assert error.endswith("; going on from the one before it\n")
+    assert error.count("\n") == 1
+    found, damaged = folder.newest_whole()
+    assert found is not None
+    assert (found.step, damaged) == (6, [])
 
 
 def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_raised(

@@ -115,7 +115,6 @@ class TrainFolder:
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each newer, damaged one.
 
-        Without `contents` no lines: whoever loads the checkpoint checks them in full and names the damaged ones.
         `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage of one. Raises
         DataError if all of them are damaged: training never restarts at step 0 unasked.
         """
@@ -123,7 +122,7 @@ class TrainFolder:
         damaged: list[str] = []
         for checkpoint in reversed(self.checkpoints() if checkpoints is None else checkpoints):
             if (line := damage(checkpoint)) is None:
-                return checkpoint, damaged if contents else []
+                return checkpoint, damaged
             damaged.append(line)
         if damaged:
             raise DataError(

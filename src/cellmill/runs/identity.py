@@ -144,6 +144,7 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         if not (folder.path / "status.json").exists():
             write_json(folder.path / "status.json", status("done", state))
         return True
+    folder.set_damaged_aside(step)  # they are named once
     (folder.path / "status.json").unlink(missing_ok=True)
     if state["steps"] != steps:
         print(
