@@ -35,7 +35,7 @@ class Standing:
     baseline: Point | None  # the best one of the task
     difference: Mapping[str, Any] | None  # verdict of the row against it; None if there is none
     verdicts: Sequence[tuple[str, Mapping[str, Any]]]  # (task, `tables.against_best`)
-    gap: str | None  # in words, what the row closes of it; None without a scale
+    gap: str | None  # in words, what the row closes of it, or that there is no scale
     best: bool = False  # highest of the dataset's runs, by the same task, metric and digits that are shown
 
     @property
@@ -92,7 +92,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
             baseline=baseline,
             difference=difference,
             verdicts=[*verdicts.values()],
-            gap=table.gap["words"] if table.gap and table.gap["model"] else None,
+            gap=table.gap["words"] if table.gap else None,
         )
         found.append(standing)
     top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
