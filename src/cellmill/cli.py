@@ -103,7 +103,9 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         written = text.lstrip().startswith(("{", "["))
         tree = parse_json(text, "--options") if written else read_json(Path(text))
         return check_options(OPTIONS[stage], tree, "--options" if written else text)
-    if stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG:  # the model is enough
+    if (
+        stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG
+    ):  # not given: the model is enough
         return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)

@@ -59,6 +59,7 @@ TABLES = {
         "dataset\tpath\tsource\na\tb\thttps://h/x?token=T\n",
         "line 2: source: https://h/x: has credentials (parameter token), ",
     ),
+    "a blank path": ("dataset\tpath\na\t \n", "line 2: path: string should have at least 1 character"),
     "no path": ("dataset\tpath\na\t\n", "line 2: path: is missing"),
     "not text": ("dataset\tpath\n\udcff\tb\n", "not UTF-8 text; save it as tab-separated UTF-8"),
     "twice": ("dataset\tpath\na\tb\na\tc\n", "line 3: dataset 'a' is a duplicate; rename it"),
@@ -80,6 +81,11 @@ def test_a_wrong_table_is_one_line(tmp_path: Path, case: str) -> None:
     assert str(caught.value).startswith((f"{path}, {message}", f"{path}: {message}"))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+def test_blanks_around_a_path_are_not_of_it(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_text("dataset\tpath\na\t data/b c.h5ad \n")
+    assert read_datasets(tmp_path / "t.tsv")["a"].path == "data/b c.h5ad"
 
 
 BASE = "corpora: {c: {}}\ntrain: {steps: 1}\n"

@@ -9,11 +9,11 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator
 
 from cellmill.config.corpus import NOT_WILDCARD, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain, shown
@@ -137,9 +137,8 @@ def redacted(url: str) -> str:
 
 
 def check_url(text: str | None) -> str | None:
-    """Return an input without blanks around it. Raises ConfigError for a URL with credentials, which logs would show,
-    or chained protocols."""
-    if text is None or not is_url(text := text.strip()):
+    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or chained protocols."""
+    if text is None or not is_url(text):
         return text
     parts = urlsplit(text)
     secrets = [f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)]
@@ -158,7 +157,7 @@ class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
     dataset: str = Field(description="Name, used in file names.")
-    path: str = Field(pattern=NOT_WILDCARD)
+    path: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)]
     """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working directory, or a URL;
     without braces and < >."""
     counts: str = "X"

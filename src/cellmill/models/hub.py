@@ -80,9 +80,10 @@ def cached(repo: str) -> Path:
 
 def split_name(repo: str) -> tuple[str, str | None]:
     """Return owner/name, and the revision, of `[hf://]owner/name[@revision]`. Raises ConfigError."""
-    name, _, revision = repo.removeprefix(SCHEME).partition("@")
-    if not re.fullmatch(HUB_MODEL, repo.removeprefix(SCHEME)):
+    model = repo.removeprefix(SCHEME)
+    if not re.fullmatch(HUB_MODEL, model):
         raise ConfigError(f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision")
+    name, _, revision = model.partition("@")
     return name, revision or None
 
 

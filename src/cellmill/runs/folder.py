@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,8 @@ class TrainFolder:
         kept = {checkpoint.step for checkpoint in chosen} | {checkpoint.best_step() for checkpoint in chosen}
         for checkpoint in complete:
             if checkpoint.step not in kept:
-                shutil.rmtree(checkpoint.path, ignore_errors=True)  # a damaged one may be a file
+                # a damaged one may be a file
+                (shutil.rmtree if checkpoint.path.is_dir() else os.unlink)(checkpoint.path)
 
     def set_aside(self) -> Path:
         """Move checkpoints, curve and status into a new `superseded-…` folder beside them, and return it."""
@@ -227,7 +228,12 @@ def cut_back(path: Path, step: int, copy: Path | None = None) -> int:
     training steps that it has then; lines of validations are not counted."""
     lines = [line for line in read_lines(path) if line["step"] <= step]
     write_text(copy or path, "".join(json.dumps(line) + "\n" for line in lines))
-    return len({line["step"] for line in lines if "skipped_steps" in line})
+    return len({line["step"] for line in lines if is_of_a_step(line)})
+
+
+def is_of_a_step(line: Mapping[str, Any]) -> bool:
+    """True for a line of metrics.jsonl about a training step, False for one about a validation, skipped or not."""
+    return "skipped_steps" in line
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:

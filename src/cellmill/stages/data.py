@@ -13,14 +13,12 @@ from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence
-from cellmill.data.prepare.preprocess import preprocess_cells, preprocess_sequences
+from cellmill.data.prepare.preprocess import QUALITY, preprocess_cells, preprocess_sequences, strictest
 from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import remove_incomplete, write_json
-
-QUALITY = ("min_genes", "min_counts", "max_mito_frac")
 
 
 def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
@@ -96,9 +94,8 @@ def preprocess(
         print(f"{dataset}: cells dropped: {dropped}")
     by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}
     if 2 * sum(by_quality.values()) > (n := cells["in"] - cells["dropped"]["filter"]):
-        name = max(QUALITY, key=lambda name: by_quality[name])
+        name, change = strictest(by_quality)
         drops = f"preprocess.{name} {getattr(options.preprocess, name):g} drops {by_quality[name]:,} of {n:,} cells"
-        change = "raise" if name == "max_mito_frac" else "lower"
         print(
             f"{dataset}: warning: quality control drops more than half of the cells: {drops}; {change} it to keep them"
         )

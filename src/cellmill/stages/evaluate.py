@@ -310,8 +310,8 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
         here = [work for at, work in enumerate(works) if not futures or at not in apart]
 
         def at_work() -> str:
-            left = [work.name for future, work in futures.items() if not future.done()][:n]
-            return ", ".join([*(work.name for work in here if work.name not in results)][:1] + left)
+            own = [work.name for work in here if work.name not in results][:1]
+            return ", ".join(own + [work.name for future, work in futures.items() if not future.done()][:n])
 
         finished = ((futures[one], one.result) for one in as_completed(futures))
         entries = chain(((work, work.run) for work in here), finished)

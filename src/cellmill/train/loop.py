@@ -38,7 +38,7 @@ from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import peak_flops
 from cellmill.planner.size import Flops
-from cellmill.runs.folder import TrainFolder, cut_back, status
+from cellmill.runs.folder import TrainFolder, cut_back, is_of_a_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
@@ -404,7 +404,7 @@ class Trainer:
         return best
 
     def _log(self, line: dict[str, Any]) -> None:
-        self.progress.logged_steps += "skipped_steps" in line  # a training step, not a validation
+        self.progress.logged_steps += is_of_a_step(line)
         scalars = {name: value for name, value in line.items() if name != "step"}
         for tracker in self.trackers:
             tracker.log(line["step"], scalars)

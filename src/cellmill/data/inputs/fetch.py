@@ -89,9 +89,12 @@ def read_record(path: Path) -> Fetched:
 
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
     """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced or written."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    states = [(str(file), file.stat()) for file in files]
+    states = [(str(file), file.stat()) for file in ([path] if path.is_file() else _files_in(path))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def origin_of(path: Path) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def origin_of(path: Path) -> dict[str, Any]:
     if path.is_file():
         return {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
     whole, size = hashlib.sha256(), 0
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+    for file in _files_in(path):
         whole.update(f"{sha256_file(file)}  {file.relative_to(path).as_posix()}\n".encode())
         size += file.stat().st_size
     return {"file": path.name, "sha256": whole.hexdigest(), "bytes": size}

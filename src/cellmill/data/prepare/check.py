@@ -161,9 +161,10 @@ def _files_of_model(option: str, model: str | None, file: str | None = None) -> 
     if model is None:
         return
     if is_url(model):  # a wrong one would match no rule, whose outputs may be there
-        if file is not None or not re.fullmatch(f"hf://{HUB_MODEL}", model):
-            expected = "a path" if file is not None else "hf://owner/name or hf://owner/name@revision"
-            raise DataError(f"{option}: expected {expected}, got {model!r}")
+        if file is not None:
+            raise DataError(f"{option}: expected a path, got {model!r}")
+        if not re.fullmatch(f"hf://{HUB_MODEL}", model):
+            raise DataError(f"{option}: expected hf://owner/name or hf://owner/name@revision, got {model!r}")
         return
     published, file = PublishedFolder.named_by(model), file or str(Path(model) / "model.safetensors")
     try:

@@ -12,7 +12,7 @@ order of their genes is known (`ranked`) are rows of the same kind; their genes 
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -71,7 +71,8 @@ class RowSpill:
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
-DROPPED = ("filter", "no counts", "min_genes", "min_counts", "max_mito_frac", "no gene left")
+QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
+DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
 """Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
 
 
@@ -244,11 +245,16 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
         )
     if tally["no counts"] == n:
         return f"none of {n:,} cells is left after QC: none has a count"
-    limits = {name: f" {getattr(options, name):g}" for name in DROPPED[2:5]}
+    limits = {name: f" {getattr(options, name):g}" for name in QUALITY}
     parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
-    first = max(limits, key=lambda name: tally[name])
-    change = "raise" if first == "max_mito_frac" else "lower"
-    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{first}"
+    option, change = strictest(tally)
+    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{option}"
+
+
+def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
+    """The option of quality control that drops most cells, and what to do with it to keep them: lower, or raise."""
+    option = max(QUALITY, key=lambda name: dropped.get(name, 0))
+    return option, "raise" if option == "max_mito_frac" else "lower"
 
 
 def _report(
