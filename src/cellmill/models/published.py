@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 from safetensors.torch import load_file
 
@@ -28,7 +27,7 @@ from cellmill.config.published import (
     require,
     scgpt_sections,
 )
-from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
@@ -127,7 +126,7 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
 def _genes_of_symbols(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, list[int], str]:
     """The genes of scGPT's symbols with an Ensembl id, their tokens, and a line about the rest."""
     names = [name for name in tokens if not name.startswith("<")]
-    mapped = map_genes(names, pd.DataFrame(index=names), organism)
+    mapped = map_names(names, organism)
     chosen: dict[str, str] = {}
     for name, gene, symbol in zip(names, mapped.gene_ids, mapped.symbols):
         if gene and (gene not in chosen or name == symbol):  # a current symbol before an earlier one or an alias

@@ -82,6 +82,8 @@ def preprocess(
     cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
+    for note in coverage.get("notes", ()):
+        print(f"{dataset}: {note}")
     if "counts_frac" in coverage and coverage["organism"] is not None:
         print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
         if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):

@@ -23,7 +23,7 @@ from cellmill.config.corpus import ORGANISM, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k
-from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
@@ -246,7 +246,7 @@ def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
     if not names:
         raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
     organisms = sorted({organism for gene in gene_ids if (organism := organism_of(gene))})
-    tables = [map_genes(names, pd.DataFrame(index=names), organism).gene_ids for organism in organisms]
+    tables = [map_names(names, organism).gene_ids for organism in organisms]
     wanted = {*names, *(gene for table in tables for gene in table if gene)}
     allowed = np.array([gene in wanted for gene in gene_ids])
     if not allowed.any():

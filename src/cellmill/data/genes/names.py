@@ -5,10 +5,11 @@ mouse gene and `ACTB` a human one, and a dataset of the other organism must not 
 maps to none.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.tables import ORGANISMS, PREFIXES, GeneTable, gene_id, gene_id_within, gene_table, orthologs
+from cellmill.data.genes.columns import INDEX, GeneNames, choose_names
+from cellmill.data.genes.lookup import look_up
+from cellmill.data.genes.tables import ORGANISMS, PREFIXES, gene_table, orthologs
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
 
-ID_COLUMNS = ("ensembl_id", "ensembl_ids", "ensembl_gene_id", "gene_ids", "gene_id", "feature_id", "ensembl")
-"""var columns searched for Ensembl ids, in this order, when the name itself is not one."""
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
@@ -32,6 +33,12 @@ SEPARATOR = "+"
 """Between the genes of one perturbation."""
 
 _EXAMPLES = 10
+_OTHER_FEATURES = re.compile(
+    r"antibody|antigen|crispr|guide|multiplex|hashtag|peak|chromatin|custom|sample.?tag|vdj|cmo"
+    r"|^(?:protein|proteins|adt|hto|cite.*|grna|sgrna|atac.*)$"
+)
+"""Types of features that are not genes, in lower case."""
+_IF_ANY = ("column", "by_column", "prefixes", "made_unique", "respelled")  # fields of Coverage
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,13 @@ class Coverage:
     ambiguous: int = 0
     unmapped: int = 0
     examples: tuple[str, ...] = ()
+    column: str | None = None  # of `var` that names most genes, if it is not the index
+    by_column: dict[str, float] = field(
+        default_factory=dict
+    )  # share of genes with an id, by column, if several name any
+    prefixes: dict[str, int] = field(default_factory=dict)  # prefix that was left out -> number of names
+    made_unique: dict[str, str] = field(default_factory=dict)  # name with a suffix -> the name that it repeats
+    respelled: dict[str, str] = field(default_factory=dict)  # name of several parts -> the part that names the gene
     reference: str | None = None  # organism onto whose genes those with an id were mapped
     orthologs: int = 0  # number of them with a one-to-one ortholog
 
@@ -61,11 +75,19 @@ class Coverage:
         return self.n_with_id / self.n_genes if self.n_genes else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Fields and `frac` for a report; fields of orthologs only if genes were mapped onto another organism."""
-        fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
+        """Fields and `frac` for a report, without those that say nothing about these genes."""
+        fields = asdict(self)
+        left_out = {name for name in _IF_ANY if not fields[name]}
+        for name in ("made_unique", "respelled"):
+            if fields[name]:
+                fields[f"n_{name}"] = len(fields[name])
+                fields[name] = dict(islice(fields[name].items(), _EXAMPLES))
+        fields |= {"examples": list(self.examples), "frac": self.frac}
         if self.reference is not None:
-            return fields | {"ortholog_frac": self.orthologs / max(1, self.n_with_id)}
-        return {name: value for name, value in fields.items() if name not in ("reference", "orthologs")}
+            fields["ortholog_frac"] = self.orthologs / max(1, self.n_with_id)
+        else:
+            left_out |= {"reference", "orthologs"}
+        return {name: value for name, value in fields.items() if name not in left_out}
 
 
 class MappedGenes(NamedTuple):
@@ -75,6 +97,8 @@ class MappedGenes(NamedTuple):
     symbols: list[str]  # current symbol, or the id if the gene has none
     is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
+    names: list[str]  # as the file has them, in the column of `var` that names each gene
+    conflict: str | None = None  # a column of `var` that names as many genes as the one that was taken, but others
 
 
 class GeneColumns(NamedTuple):
@@ -89,24 +113,49 @@ class GeneColumns(NamedTuple):
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset; several genes may get the same id.
 
-    A gene is looked up by its name if that is an id (without a version such as `.12`), by an id in a column of `var`
-    (`ID_COLUMNS`) or in its name, then as a current symbol, a previous symbol, an alias. Without `organism`, names are
-    ids.
+    The column of `var` that names most genes is taken (`columns.choose_names`), `var_names` being its index, and each
+    name is looked up as `lookup` says. Without `organism`, names are ids.
     """
     names = [str(name) for name in var_names]
-    own = next(iter(_columns(var, SYMBOL_COLUMNS)), None)
+    own = next((text_values(var[name]).tolist() for name in SYMBOL_COLUMNS if name in var), None)
     if organism is None:
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
-        return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)))
-    table = gene_table(organism)
-    found = [_look_up(name, others, table, organism) for name, *others in zip(names, *_columns(var, ID_COLUMNS))]
-    gene_ids = [gene for gene, _ in found]
-    texts = zip(names, gene_ids, own or gene_ids)
-    symbols = [table.symbols.get(gene) or symbol or gene or name for name, gene, symbol in texts]
+        return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)), names)
+    chosen = choose_names(names, var, organism)
+    known = gene_table(organism).symbols
+    texts = zip(chosen.texts, chosen.gene_ids, own or chosen.gene_ids)
+    symbols = [known.get(gene) or symbol or gene or name for name, gene, symbol in texts]
+    mito, coverage = _mitochondrial(symbols), _coverage(chosen, organism)
+    return MappedGenes(chosen.gene_ids, symbols, mito, coverage, chosen.texts, chosen.conflict)
+
+
+def map_names(names: Sequence[str], organism: str) -> MappedGenes:
+    """Ensembl ids and symbols of names that a user or a model lists, each looked up as it is."""
+    matches = [look_up(name, organism) for name in names]
+    gene_ids = [match.gene for match in matches]
+    symbols = gene_table(organism).symbols
+    shown = [symbols.get(gene) or gene or name for name, gene in zip(names, gene_ids)]
     unknown = [name for name, gene in zip(names, gene_ids) if not gene]
-    tally: dict[str, Any] = Counter(kind for _, kind in found)
+    tally: dict[str, Any] = Counter(match.kind for match in matches)
     coverage = Coverage(organism, len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
-    return MappedGenes(gene_ids, symbols, _mitochondrial(symbols), coverage)
+    return MappedGenes(gene_ids, shown, _mitochondrial(shown), coverage, list(names))
+
+
+def _coverage(chosen: GeneNames, organism: str) -> Coverage:
+    unknown = [text for text, gene in zip(chosen.texts, chosen.gene_ids) if not gene]
+    several = len([share for share in chosen.coverage.values() if share > 0]) > 1
+    tally: dict[str, Any] = Counter(chosen.kinds)
+    return Coverage(
+        organism,
+        len(chosen.gene_ids),
+        examples=tuple(unknown[:_EXAMPLES]),
+        column=None if chosen.column == INDEX else chosen.column,
+        by_column=chosen.coverage if several or chosen.column != INDEX else {},
+        prefixes=dict(chosen.prefixes),
+        made_unique=chosen.made_unique,
+        respelled=chosen.respelled,
+        **tally,
+    )
 
 
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
@@ -121,7 +170,7 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
     gene_ids = [known.get(gene, "") for gene in mapped.gene_ids]
     names = [symbols.get(gene, gene) or old for gene, old in zip(gene_ids, mapped.symbols)]
     coverage = replace(mapped.coverage, reference=reference, orthologs=sum(map(bool, gene_ids)))
-    return MappedGenes(gene_ids, names, mapped.is_mito, coverage)
+    return mapped._replace(gene_ids=gene_ids, symbols=names, coverage=coverage)
 
 
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
@@ -187,6 +236,24 @@ def _organisms(vocabulary: Vocabulary) -> list[str]:
     return [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
 
 
+def describe_changes(coverage: Coverage) -> list[str]:
+    """Lines on the column that names the genes, if it is not the index, and on what was done to its names."""
+    lines = []
+    if coverage.column is not None:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
+        lines.append(f"genes are named by var[{coverage.column!r}] (share of names that are genes: {shares})")
+    for prefix, count in coverage.prefixes.items():
+        lines.append(f"prefix {prefix!r} is left out of {count:,} names")
+    if coverage.respelled:
+        name, part = next(iter(coverage.respelled.items()))
+        lines.append(f"{len(coverage.respelled):,} names are read in part or with '-' for '.', as {name!r} as {part!r}")
+    if coverage.made_unique:
+        name, stem = next(iter(coverage.made_unique.items()))
+        repeats = f"repeat another name with a suffix that made them unique, as {name!r} repeats {stem!r}"
+        lines.append(f"{len(coverage.made_unique):,} names {repeats}: their counts are added to its gene")
+    return lines
+
+
 def lost_counts(frac: float, names: Sequence[str]) -> str | None:
     """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is little."""
     if frac <= MOST_LOST:
@@ -201,32 +268,19 @@ def lost_counts(frac: float, names: Sequence[str]) -> str | None:
 def is_expression(var: pd.DataFrame) -> np.ndarray:
     """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes.
 
-    Upper and lower case are the same, and a gene without a type is one.
+    Upper and lower case are the same, and a gene without a type is one. If no type is `Gene Expression`, as in files of
+    tools that write biotypes or `Gene` there, every row is a gene but those of types that 10x has for other features.
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
     kinds = pd.Series(text_values(var["feature_types"]), dtype=object).str.strip().str.lower()
-    return kinds.isin(["gene expression", "", "nan", "none"]).to_numpy()
-
-
-def _look_up(name: str, others: list[str], table: GeneTable, organism: str) -> tuple[str, str]:
-    """Ensembl id of a gene, and the field of `Coverage` that counts how it was found."""
-    ids_in_text = (gene for text in (name, *others) if (gene := gene_id(text, organism)))
-    if gene := next(ids_in_text, "") or gene_id_within(name, organism):
-        return gene, "id"
-    for kind, ids in table.ids.items():
-        if name in ids:
-            return ids[name], kind if ids[name] else "ambiguous"
-    return "", "unmapped"
+    if (kinds == "gene expression").any():
+        return kinds.isin(["gene expression", "", "nan", "none"]).to_numpy()
+    return ~kinds.str.contains(_OTHER_FEATURES).to_numpy(bool)
 
 
 def _mitochondrial(symbols: list[str]) -> np.ndarray:
     return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
-
-
-def _columns(var: pd.DataFrame, names: Sequence[str]) -> list[list[str]]:
-    """Text of those columns that are there; empty where a value is missing."""
-    return [text_values(var[name]).tolist() for name in names if name in var.columns]
 
 
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
@@ -250,9 +304,10 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
     unique = sorted({*names})
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in unique}
     for organism in _organisms(vocabulary):
-        mapped = map_genes(unique, pd.DataFrame(index=unique), organism)
-        for name, gene, symbol in zip(unique, mapped.gene_ids, mapped.symbols):
-            found[name] += (gene, symbol) if gene else ()
+        symbols = gene_table(organism).symbols
+        for name in unique:
+            gene = look_up(name, organism).gene
+            found[name] += (gene, symbols.get(gene, gene)) if gene else ()
     return found
 
 

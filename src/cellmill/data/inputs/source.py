@@ -25,7 +25,7 @@ _MOST_NAMES = 2_000_000  # names of cells that are compared before a run, 0.3 s 
 class CountSource:
     """One matrix of an input. `obs` and `var` have text indices and the lengths of `matrix.shape`.
 
-    Gene ids are the index of `var`, or in one of its columns `ID_COLUMNS` (`data/genes/names.py`).
+    Genes are named by the index of `var`, or in any of its columns of text (`data/genes/columns.py`).
     """
 
     path: Path

@@ -12,6 +12,7 @@ order of their genes is known (`ranked`) are rows of the same kind; their genes 
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,8 +26,17 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
-from cellmill.data.arrays import row_sums, select_columns, select_rows
-from cellmill.data.genes.names import LOST_NAMES, Coverage, is_expression, map_genes, map_orthologs
+from cellmill.data.arrays import row_sums, select_columns, select_rows, text_values
+from cellmill.data.genes.families import describe_names
+from cellmill.data.genes.names import (
+    LOST_NAMES,
+    Coverage,
+    MappedGenes,
+    describe_changes,
+    is_expression,
+    map_genes,
+    map_orthologs,
+)
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
@@ -69,6 +79,8 @@ class RowSpill:
 
 
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
+_TYPES = 5  # of features, that a message lists
+_FITS_WELL = 0.5  # of a file's names, that are genes of another organism, to advise setting that
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
@@ -88,6 +100,7 @@ class Genes:
     rows: np.ndarray  # var rows that are gene expression; int64
     unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
+    names: np.ndarray  # name of each var row in the column that names it; object
 
 
 def preprocess_cells(
@@ -128,9 +141,9 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     rows = np.flatnonzero(is_expression(reader.var))
     names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
     if not names:
-        raise DataError(f"{reader.path}: no genes: no var['feature_types'] is 'Gene Expression'")
+        raise DataError(f"{reader.path}: no genes: {_describe_types(reader.var)}")
     mapped = map_genes(names, var, options.organism)
-    _check_coverage(reader.path, options, mapped.coverage, names, var)
+    _check_coverage(reader.path, options, mapped, names, var)
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     if (reference := options.reference_organism) is not None:
         mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
@@ -147,6 +160,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     numbers = {gene: number for number, gene in enumerate(gene_ids)}
     target[rows] = [numbers.get(gene, -1) for gene in mapped.gene_ids]
     first = [carriers[gene][0] for gene in gene_ids]
+    shown = np.array(reader.var_names, dtype=object)
+    shown[rows] = mapped.names
     return Genes(
         gene_ids=gene_ids,
         symbols=[mapped.symbols[i] for i in first],
@@ -155,22 +170,38 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         coverage=mapped.coverage,
         rows=rows,
         unnamed=np.array(unnamed, np.int64),
-        summed={gene: [names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
+        summed={gene: [mapped.names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
+        names=shown,
     )
 
 
-def _check_coverage(path: Path, options: Preprocess, coverage: Coverage, names: list[str], var: pd.DataFrame) -> None:
-    if coverage.frac >= options.min_coverage_frac and coverage.frac > 0:
+def _describe_types(var: pd.DataFrame) -> str:
+    """The values of var['feature_types'], none of which is gene expression, with numbers of rows."""
+    kinds = Counter(text_values(var["feature_types"]).tolist()).most_common(_TYPES)
+    shown = ", ".join(f"{kind!r} {count:,}" for kind, count in kinds)
+    return f"no var['feature_types'] is 'Gene Expression', its values are {shown}"
+
+
+def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame) -> None:
+    coverage, organism = mapped.coverage, options.organism
+    if organism is None or (coverage.frac >= options.min_coverage_frac and coverage.frac > 0):
         return
     text = (
         f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
-        f"{options.organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
+        f"{organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
-    for other in ORGANISMS:
-        if other != options.organism and (frac := map_genes(names, var, other).coverage.frac) > coverage.frac:
-            raise DataError(f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}")
-    unknown = ", ".join(repr(name) for name in coverage.examples[:3])
-    raise DataError(f"{text}; unknown: {unknown}; name genes by Ensembl id or symbol, or lower the threshold")
+    others = {other: map_genes(names, var, other).coverage.frac for other in ORGANISMS if other != organism}
+    other = max(others, key=lambda name: others[name])
+    if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, _FITS_WELL):
+        raise DataError(f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}")
+    unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
+    text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
+    if coverage.by_column:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
+        text += f"; share of names that are genes, by column of var: {shares}"
+    family = describe_names(unknown, organism)
+    remedy = "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
+    raise DataError(f"{text}; {remedy}")
 
 
 @dataclass
@@ -282,12 +313,23 @@ def _report(
             **coverage.as_json(),
             "summed": dict(islice(genes.summed.items(), 10)),
             "counts_frac": 1 - float(lost.sum()) / max(cells.total, 1),
-            "lost_names": [reader.var_names[row] for row in most_lost],
+            "lost_names": [genes.names[row] for row in most_lost],
+            "notes": [*describe_changes(coverage), *_describe_sums(genes)],
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
         **distributions(options, measures, kept),
     }
+
+
+def _describe_sums(genes: Genes) -> list[str]:
+    """Line on genes that several rows of `var` name."""
+    if not genes.summed:
+        return []
+    n_rows = sum(map(len, genes.summed.values()))
+    gene, names = next(iter(genes.summed.items()))
+    example = f"{', '.join(names[:LOST_NAMES])} of {gene}"
+    return [f"{n_rows:,} names are of {len(genes.summed):,} genes: their counts are summed, as {example}"]
 
 
 def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:

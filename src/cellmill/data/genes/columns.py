@@ -1,0 +1,146 @@
+"""The column of `var` that names a file's genes: the index or any column of text, whichever names most genes.
+
+Other columns that agree with it fill its gaps: a file may have ids of some genes and symbols of all. Ensembl ids come
+before symbols, since a symbol may be that of two genes.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.arrays import text_values
+from cellmill.data.genes.lookup import MISSING, Matches, match_names
+
+INDEX = "the index"
+_LEAST_AGREEMENT = 0.8  # of the genes that two columns have in common, for the second to fill gaps of the first
+_FEW = 10  # genes in common that say nothing
+_MOSTLY = 0.5  # of the texts of a column
+
+
+@dataclass(frozen=True)
+class NameColumn:
+    """Texts of one column of `var`, or of its index, as names of genes."""
+
+    name: str  # of the column, or INDEX
+    texts: list[str]
+    matches: Matches
+
+    @property
+    def n_filled(self) -> int:
+        return sum(text not in MISSING for text in self.texts)
+
+    @property
+    def n_ids(self) -> int:
+        return self.matches.kinds.count("id")
+
+    @property
+    def has_ids(self) -> bool:
+        """True if most of the texts are Ensembl ids."""
+        return self.n_ids > _MOSTLY * self.n_filled
+
+    @property
+    def names_genes(self) -> bool:
+        """True if most of the texts are names of genes."""
+        return self.matches.n_matched > _MOSTLY * self.n_filled
+
+    def agreement(self, other: "NameColumn") -> float:
+        """Share of rows with the same gene, of the rows where both columns have one; 1 for few such rows."""
+        pairs = zip(self.matches.gene_ids, other.matches.gene_ids)
+        is_same = [own == others for own, others in pairs if own and others]
+        if len(is_same) < _FEW:
+            return 1.0
+        return sum(is_same) / len(is_same)
+
+
+@dataclass
+class GeneNames:
+    """Genes of the rows of `var`, and where their names come from."""
+
+    column: str  # the column that names most genes
+    gene_ids: list[str] = field(default_factory=list)  # Ensembl id of each row; empty if unknown or ambiguous
+    kinds: list[str] = field(default_factory=list)  # id, symbol, previous, alias, ambiguous or unmapped
+    texts: list[str] = field(default_factory=list)  # the name of each row in the column that names it
+    used: Counter[str] = field(default_factory=Counter)  # number of genes from each column
+    prefixes: Counter[str] = field(default_factory=Counter)  # prefix that was removed -> number of names
+    made_unique: dict[str, str] = field(default_factory=dict)  # as in Matches, of the names that were used
+    respelled: dict[str, str] = field(default_factory=dict)
+    coverage: dict[str, float] = field(default_factory=dict)  # share of rows with a gene, by column that was looked at
+    conflict: str | None = None  # a column that names as many genes, but others
+
+    def add(self, column: NameColumn, row: int) -> None:
+        """Append a row, with the name that a column has for it."""
+        matches = column.matches
+        text = column.texts[row]
+        gene = matches.gene_ids[row]
+        self.gene_ids.append(gene)
+        self.kinds.append(matches.kinds[row])
+        self.texts.append(text)
+        if gene:
+            self.used[column.name] += 1
+        if text in matches.prefixes:
+            self.prefixes[matches.prefixes[text]] += 1
+        if text in matches.made_unique:
+            self.made_unique[text] = matches.made_unique[text]
+        if text in matches.respelled:
+            self.respelled[text] = matches.respelled[text]
+
+
+def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> GeneNames:
+    """Genes of a file by the column of `var` that names most of them; `names` are the index.
+
+    Of columns with equally many genes the one with more Ensembl ids is taken, then the index, then the first.
+    """
+    columns = _read_columns(names, var, organism)
+    best = max(columns, key=lambda column: (column.matches.n_genes, column.n_ids))
+    trusted = [column for column in columns if column is best or _may_fill(column, best)]
+    trusted.sort(key=lambda column: (not column.has_ids, column is not best))
+    genes = GeneNames(best.name)
+    for row, column in enumerate(_first_known(trusted)):
+        genes.add(column, row)
+    for column in columns:
+        genes.coverage[column.name] = column.matches.n_matched / max(len(names), 1)
+        if _contradicts(column, best):
+            genes.conflict = column.name
+    return genes
+
+
+def text_columns(var: pd.DataFrame) -> dict[str, list[str]]:
+    """Texts of the columns that hold text, or categories of text, by name; empty where a value is missing."""
+    found = {}
+    for position, name in enumerate(var.columns):
+        column = var.iloc[:, position]
+        values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
+        if pd.api.types.is_object_dtype(values) or pd.api.types.is_string_dtype(values):
+            found[str(name)] = text_values(column).tolist()
+    return found
+
+
+def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> list[NameColumn]:
+    """The index, and if it is not of Ensembl ids, every column of text."""
+    index = NameColumn(INDEX, list(names), match_names(names, organism))
+    if index.n_ids == len(names):
+        return [index]
+    columns = [index]
+    for name, texts in text_columns(var).items():
+        columns.append(NameColumn(name, texts, match_names(texts, organism)))
+    return columns
+
+
+def _may_fill(column: NameColumn, best: NameColumn) -> bool:
+    is_likely = column.name == INDEX or column.names_genes
+    return is_likely and column.agreement(best) >= _LEAST_AGREEMENT
+
+
+def _contradicts(column: NameColumn, best: NameColumn) -> bool:
+    """True if a column names nearly as many genes as the best one, and others."""
+    as_many = column.matches.n_genes > 0.9 * best.matches.n_genes
+    return as_many and column.names_genes and column.agreement(best) < _MOSTLY
+
+
+def _first_known(columns: list[NameColumn]) -> list[NameColumn]:
+    """For each row the first column that has a gene there, or else the first of all."""
+    known = np.array([[bool(gene) for gene in column.matches.gene_ids] for column in columns])
+    return [columns[position] for position in known.argmax(axis=0)]

@@ -1,0 +1,170 @@
+"""Ensembl ids of names as they are written in files.
+
+A name is an Ensembl id (with or without a version, next to a symbol or not), a current symbol, a previous symbol or an
+alias. Names that are none of these may still be one that a tool has changed:
+
+    GRCh38_TP53, hg19-TP53    a prefix that many names of the file share, and that leaves known genes when removed
+    TP53|7157, TP53 (7157)    several names of one gene
+    MT.CO1                    `-` written as `.`, as R does in names of columns
+    TBCE-1, TBCE.1            a suffix that scanpy or R gave a repeated name, if the name without it is there too
+
+A suffix is left alone if the name is a symbol itself (`HLA-A`, `NKX2-1`, `AC012345.1`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cellmill.data.genes.tables import GeneTable, gene_id, gene_id_within, gene_table
+
+MISSING = frozenset({"", "nan", "NaN", "None", "<NA>", "NA"})
+"""Texts that stand for a missing name."""
+_COPY = re.compile(r"(.+)[-._][0-9]{1,3}")
+_SEPARATORS = re.compile(r"[-_.:|]+")
+_PARTS = re.compile(r"[|;,]+|\s\((?=[0-9]+\)$)")
+_WEAK = ("alias", "ambiguous", "unmapped")  # kinds of a match that a repeated name overrules
+_LONGEST_PREFIX = 40  # characters
+_MOST_SEPARATORS = 4  # of a prefix
+_LEAST_SHARE = 0.05  # of the names of a file, that have a prefix
+_LEAST_KNOWN = 0.5  # of the names with a prefix, that are genes without it
+_MOST_REPEATED = 0.1  # of the genes with a prefix, that the file also has without it
+_NO_GENE = re.compile(
+    r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
+)
+"""Names of antibodies and guides: the symbol in them is that of their target, whose counts they do not hold."""
+
+
+class Match(NamedTuple):
+    """Gene of one name."""
+
+    gene: str  # Ensembl id; empty if the name is unknown or ambiguous
+    kind: str  # id, symbol, previous, alias, ambiguous or unmapped
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Genes of the names of a file, one entry per name, and what tools had done to the names."""
+
+    gene_ids: list[str]
+    kinds: list[str]
+    made_unique: dict[str, str] = field(default_factory=dict)  # a name with a suffix -> the name that it repeats
+    prefixes: dict[str, str] = field(default_factory=dict)  # a name -> the prefix that was removed from it
+    respelled: dict[str, str] = field(default_factory=dict)  # a name of several parts, or with `.` for `-` -> its part
+
+    @property
+    def n_genes(self) -> int:
+        """Number of different genes."""
+        return len({*self.gene_ids} - {""})
+
+    @property
+    def n_matched(self) -> int:
+        """Number of names that have a gene."""
+        return sum(map(bool, self.gene_ids))
+
+
+def look_up(name: str, organism: str) -> Match:
+    """Gene of a name that no tool has changed."""
+    table = gene_table(organism)
+    gene = gene_id(name, organism) or gene_id_within(name, organism)
+    if gene:
+        return Match(gene, "id")
+    return _symbol(name, table)
+
+
+def match_names(names: Sequence[str], organism: str) -> Matches:
+    """Genes of the names of one file, which are looked at together."""
+    known = {name: look_up(name, organism) for name in dict.fromkeys(names)}
+    unknown = [name for name, match in known.items() if not match.gene and name not in MISSING]
+    prefixes = _shared_prefixes(unknown, known, organism)
+    removed = dict[str, str]()
+    respelled = dict[str, str]()
+    for name in unknown:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        bare = name.removeprefix(prefix)
+        match = look_up(bare, organism) if prefix else known[name]
+        if not match.gene:
+            match, part = _respell(bare, known, organism)
+            if match.gene:
+                respelled[name] = part
+        if match.gene:
+            known[name] = match
+        if match.gene and prefix:
+            removed[name] = prefix
+    made_unique = dict[str, str]()
+    for name in [name for name, match in known.items() if match.kind in _WEAK]:
+        stem = _repeated_name(name, known)
+        if stem is not None:
+            made_unique[name] = stem
+    known |= {name: known[stem] for name, stem in made_unique.items()}
+    return Matches(
+        [known[name].gene for name in names],
+        [known[name].kind for name in names],
+        made_unique,
+        removed,
+        respelled,
+    )
+
+
+def _symbol(name: str, table: GeneTable) -> Match:
+    if name.isdecimal():
+        return Match("", "unmapped")  # a row or an Entrez number; a few are listed as aliases, such as 225 of EGR1
+    for kind, ids in table.ids.items():
+        gene = ids.get(name)
+        if gene is not None:
+            return Match(gene, kind if gene else "ambiguous")
+    return Match("", "unmapped")
+
+
+def _repeated_name(name: str, known: Mapping[str, Match]) -> str | None:
+    """The name in `known` that `name` repeats with a suffix; None if it repeats none."""
+    stem = name
+    while True:
+        suffixed = _COPY.fullmatch(stem)
+        if suffixed is None:
+            return None
+        stem = suffixed[1]
+        if stem not in known:
+            return None
+        match = known[stem]
+        # an alias such as AGT-1 is more likely a second AGT if the file has that, but not if AGT is an alias too
+        if match.gene and (match.kind not in _WEAK or known[name].kind != "alias"):
+            return stem
+
+
+def _respell(name: str, known: Mapping[str, Match], organism: str) -> tuple[Match, str]:
+    """Gene of a name of several parts or with `.` for `-`, and the part or spelling that names it."""
+    if _NO_GENE.match(name):
+        return Match("", "unmapped"), name
+    parts = [part for part in _PARTS.split(name.strip("\"' ")) if part]
+    matches = {part: look_up(part, organism) for part in parts if len(parts) > 1 or part != name}
+    genes = {match.gene for match in matches.values() if match.gene}
+    if len(genes) == 1:
+        return next((match, part) for part, match in matches.items() if match.gene)
+    dashed = name.replace(".", "-")
+    match = _symbol(dashed, gene_table(organism))
+    if dashed != name and dashed not in known and match.kind in ("symbol", "previous"):
+        return match, dashed
+    return Match("", "unmapped"), name
+
+
+def _shared_prefixes(unknown: Iterable[str], known: Mapping[str, Match], organism: str) -> list[str]:
+    """Prefixes whose removal makes genes of most names that have them; the longest first."""
+    carriers: dict[str, list[str]] = {}
+    for name in unknown:
+        for separator in list(_SEPARATORS.finditer(name, 1, _LONGEST_PREFIX))[:_MOST_SEPARATORS]:
+            carriers.setdefault(name[: separator.end()], []).append(name)
+    least = max(2, _LEAST_SHARE * len(known))
+    present = {match.gene for match in known.values() if match.gene}
+    accepted = list[str]()
+    for prefix, names in sorted(carriers.items(), key=lambda item: -len(item[1])):
+        if len(names) < least or _NO_GENE.match(prefix):
+            continue
+        if look_up(prefix.rstrip("-_.:|"), organism).kind != "unmapped":
+            continue  # two genes in one name
+        found = {look_up(name.removeprefix(prefix), organism).gene for name in names} - {""}
+        is_copy = len(found & present) > _MOST_REPEATED * len(found)  # such as TP53 and intron_TP53
+        if len(found) >= _LEAST_KNOWN * len(names) and not is_copy:
+            accepted.append(prefix)
+            present |= found
+    return sorted(accepted, key=len, reverse=True)
