@@ -215,34 +215,51 @@ def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: 
 
 
 def a_file(path: Path) -> Path:
-    """HDF5 with an attribute of text, which stands in a global heap."""
     with h5py.File(path, "w") as file:
         file.create_dataset("X", data=np.zeros(4)).attrs["encoding-type"] = "csr_matrix"
     return path
 
 
-def zeroed(path: Path) -> Path:
-    """The file, with zeros where the sizes of the objects in its global heap stand: reading the text then loops."""
-    content = bytearray(a_file(path).read_bytes())
-    heap = content.index(b"GCOL") + 16
-    content[heap : heap + 512] = bytes(512)
-    path.write_bytes(content)
-    return path
+def walker(folder: Path) -> Path:
+    """A stand-in for the interpreter, whose walk of `slow.h5ad` burns CPU time, and whose walk of `dead.h5ad` is
+    killed, as HDF5 was seen to do on damaged files."""
+    script = folder / "python"
+    code = """
+        import os, signal, sys
+        from cellmill.data.inputs import h5_walk
+        sys.argv = ["h5_walk", sys.argv[-1]]
+        walk = h5_walk._walk
+        def walk_slowly(path):
+            while path.endswith(b"slow.h5ad"):
+                pass
+            if path.endswith(b"dead.h5ad"):
+                os.kill(os.getpid(), signal.SIGABRT)
+            walk(path)
+        h5_walk._walk = walk_slowly
+        h5_walk.main()
+    """
+    script.write_text(f"#!{sys.executable}\n{textwrap.dedent(code)}")
+    script.chmod(0o755)
+    return script
 
 
-def test_a_file_on_which_hdf5_loops_is_one_line_and_each_input_is_walked_once_before_it_is_opened(
+def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, damaged, text = a_file(tmp_path / "a.h5ad"), zeroed(tmp_path / "b.h5ad"), tmp_path / "text.h5ad"
-    message = re.escape(f"{damaged}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again")
+    whole, slow, text = a_file(tmp_path / "a.h5ad"), a_file(tmp_path / "slow.h5ad"), tmp_path / "text.h5ad"
+    monkeypatch.setattr(h5_walk.sys, "executable", str(walker(tmp_path)))
+    message = re.escape(f"{slow}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again")
     with pytest.raises(DataError, match=f"^{message}"):
-        h5_walk.check_walk([whole, damaged], limit_s=1)
+        h5_walk.check_walk([whole, slow], limit_s=1)
     monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
     with pytest.raises(DataError, match="damaged: HDF5 was not through"):
-        open_dataset(damaged)
+        open_dataset(slow)
+    dead = a_file(tmp_path / "dead.h5ad")
+    with pytest.raises(DataError, match=re.escape(f"{dead}: damaged: HDF5 crashes on it (SIGABRT); copy it again")):
+        h5_walk.check_walk([whole, dead])
     monkeypatch.chdir(tmp_path)
-    with limited(), pytest.raises(DataError, match=r"^b\.h5ad: damaged: HDF5 was not through"):
-        check_datasets(load_config(write_config(Path(), one={"path": "b.h5ad"})))
+    with limited(), pytest.raises(DataError, match=r"^slow\.h5ad: damaged: HDF5 was not through"):
+        check_datasets(load_config(write_config(Path(), one={"path": "slow.h5ad"})))
     h5_walk.check_walk([whole])
     monkeypatch.setattr(h5_walk.sys, "executable", "/no such interpreter")
     text.write_text("no HDF5")

@@ -73,7 +73,7 @@ def zarr_zip(counts: sp.csr_matrix, folder: Path) -> Path:
 
 
 def with_filter(counts: sp.csr_matrix, folder: Path, **filters: Any) -> Path:
-    """Filters for X alone: blosc crashes on text."""
+    """Filters for the arrays of X only."""
     path = h5ad(counts, folder / "filtered.h5ad")
     with h5py.File(path, "a") as file:
         for name in ("data", "indices", "indptr"):

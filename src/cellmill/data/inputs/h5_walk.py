@@ -81,12 +81,18 @@ def _walk(path: bytes) -> None:
         visit(file)
 
 
-if __name__ == "__main__":
-    limit = int(sys.argv[1])
+def main() -> None:
+    """Walk the files named on stdin. A dot on stdout says that a file is done; the limit is the first argument."""
+    limit_s = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for name in sys.stdin.buffer.read().split(b"\0"):
-        ends = int(time.process_time()) + 1 + limit
-        resource.setrlimit(resource.RLIMIT_CPU, (ends if hard == resource.RLIM_INFINITY else min(ends, hard), hard))
+        ends = int(time.process_time()) + 1 + limit_s
+        soft = ends if hard == resource.RLIM_INFINITY else min(ends, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
         _walk(name)
         os.write(1, b".")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and little-endian, so any
 scverse tool opens a shard, and a block of cells is one `preadv` at a known offset: no HDF5 call, no copy. pread is
-faster than mmap: 85k against 40k cells/s cold. Genes are int32: with uint16 `adata[:, genes]` crashes the interpreter.
+faster than mmap: 85k against 40k cells/s cold. Genes are int32, the narrowest integers that scipy indexes columns by.
 Offsets are in the manifest and lengths of rows beside it, so a shard is opened when it is first read.
 
 Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values. Stage `shard`
