@@ -26,7 +26,8 @@ import zarr
 
 from cellmill.config import plugin
 from cellmill.data.genes.names import is_expression
-from cellmill.data.inputs import matrices, mtx
+from cellmill.data.inputs import matrices
+from cellmill.data.inputs.text import lines
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.source import DeclaredNames
 from cellmill.errors import ConfigError, DataError
@@ -195,7 +196,7 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
     monkeypatch.setattr(matrices, "_SLAB_BYTES", 3000)  # several slabs, and transposition where chunks are wide
     monkeypatch.setattr(matrices, "_ROWS", 16)
     monkeypatch.setattr(matrices, "_PIECE", 100)
-    monkeypatch.setattr(mtx, "_PIECE", 1000)
+    monkeypatch.setattr(lines, "_PIECE", 1000)
     wanted = counts.astype(np.uint32)
     with open_counts(path) as reader:
         assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)

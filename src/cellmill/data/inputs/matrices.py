@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import reading
+from cellmill.data.inputs.row_order import OrderedRows
 from cellmill.errors import DataError
 from cellmill.files import named_errors
 
@@ -54,7 +55,7 @@ class StoredMatrix:
             self._buckets = RowBuckets(self.shape, pieces)
         held: list[sp.csr_matrix] = []
         missing = block
-        for part in self.parts(block) if self._buckets is None else self._buckets.parts():
+        for part in self.parts(block) if self._buckets is None else self._buckets.parts(block):
             start, n = 0, part.shape[0]
             while start < n:
                 stop = min(n, start + missing)
@@ -158,21 +159,41 @@ class RowBuckets:
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", "f4")])
         self._segments: list[list[tuple[int, int]]] = [[] for _ in range(0, shape[0], self._rows)]
         self._file = tempfile.TemporaryFile(prefix="cellmill-")  # noqa: SIM115 - closed by close()
-        self.close = self._file.close
         self._n_values = 0
+        self._ordered: OrderedRows | None = OrderedRows(shape)
         try:
-            for rows, columns, values in pieces:
-                self._add(rows, columns, values)
+            for piece in pieces:
+                if self._ordered is None or not self._ordered.add(*piece):
+                    self._sort_earlier()
+                    self._add(*piece)
         except BaseException:
             self.close()
             raise
 
+    def close(self) -> None:
+        """Remove the temporary files."""
+        self._file.close()
+        if self._ordered is not None:
+            self._ordered.close()
+
+    def _sort_earlier(self) -> None:
+        """Add the pieces that were in order, since a later one is not."""
+        if self._ordered is not None:
+            for piece in self._ordered.triples():
+                self._add(*piece)
+            self._ordered.close()
+            self._ordered = None
+
     def _add(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         self._record = np.dtype([("row", "<u4"), ("column", "<u4"), ("value", values.dtype)])
         bucket = (rows // self._rows).astype(np.uint16)
-        order = np.argsort(bucket, kind="stable")
+        if (bucket[1:] < bucket[:-1]).any():  # most tools write cell by cell
+            order = np.argsort(bucket, kind="stable")
+            rows, columns, values, bucket = rows[order], columns[order], values[order], bucket[order]
         records = np.empty(len(rows), self._record)
-        records["row"], records["column"], records["value"] = rows[order] % self._rows, columns[order], values[order]
+        records["row"] = rows % self._rows
+        records["column"] = columns
+        records["value"] = values
         start = 0
         for segments, size in zip(self._segments, np.bincount(bucket, minlength=len(self._segments)).tolist()):
             if size:
@@ -183,8 +204,11 @@ class RowBuckets:
             self._file.write(records.data)
         self._n_values += len(rows)
 
-    def parts(self) -> Iterator[sp.csr_matrix]:
-        """The rows bucket by bucket; entries of a row in the order of the pieces."""
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        """The rows bucket by bucket, or `block` at a time; entries of a row in the order of the pieces."""
+        if self._ordered is not None:
+            yield from self._ordered.parts(block)
+            return
         for number, segments in enumerate(self._segments):
             found = [np.empty(0, self._record)]
             for start, size in segments:
@@ -193,10 +217,12 @@ class RowBuckets:
             records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
             rows = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
-            order = np.argsort(rows, kind="stable")
+            if (rows[1:] < rows[:-1]).any():
+                records = records[np.argsort(rows, kind="stable")]
             indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
-            columns = records["column"][order].astype(np.int32)
-            yield sp.csr_matrix((records["value"][order], columns, indptr), shape=(n_rows, self.shape[1]))
+            columns = records["column"].astype(np.int32)
+            values = np.ascontiguousarray(records["value"])
+            yield sp.csr_matrix((values, columns, indptr), shape=(n_rows, self.shape[1]))
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:

@@ -1,122 +1,197 @@
-"""Matrix Market folders, as Cell Ranger, STARsolo, alevin and GEO have them, cells in columns:
+"""Matrix Market: a file, or a folder of files, with text tables of genes and cells beside it.
 
-    [PREFIX]matrix.mtx[.gz]  [PREFIX]features.tsv[.gz] or genes.tsv[.gz]  [PREFIX]barcodes.tsv[.gz]
+Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`). The text is read once, in pieces,
+into a temporary file in order of cells; it is never whole in memory. `var` has every text column of the genes' table.
 
-The text is read once, in pieces, into a temporary file sorted by cell; it is never whole in memory. Genes are named by
-the first column of features.tsv, their id; `var` has `symbol` and `feature_types`, the second and third.
+In a folder of several matrices X is the one called `matrix.mtx`; with kb-python's `mature`, `nascent` and `ambiguous`
+it is their sum, as in the file that kb-python itself writes with --h5ad. `counts` chooses another one by name.
 """
 
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import pandas as pd
+import scipy.sparse as sp
 
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
-from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.data.inputs.source import COUNTS, CountSource, Format, require_matrix
+from cellmill.data.inputs.text import lines
+from cellmill.data.inputs.text.companions import find_companions, is_matrix
+from cellmill.data.inputs.text.tables import cell_frame, gene_frame
 from cellmill.errors import DataError
 
-_MATRIX = ("matrix.mtx", "matrix.mtx.gz")
-_PIECE = 1 << 21  # lines in memory at once
-_FIELDS = {"integer": np.int64, "real": np.float64}
+_FIELDS = {"integer": np.int64, "real": np.float64, "float": np.float64, "double": np.float64}
 _LINE = 1 << 16  # bytes; longest line of a header
+_MISSING = 1e308  # what writeMM of R's package Matrix writes for NA, NaN and Inf
+_PARTS = ("mature", "nascent", "ambiguous")
+_SUMS = {
+    "X": _PARTS,
+    "total": _PARTS,
+    "cell": ("mature", "ambiguous"),
+    "nucleus": ("nascent", "ambiguous"),
+}
+"""Matrices of kb-python by the names of its option --sum."""
 
 
 def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     """Open a folder, or the matrix file of one."""
-    require_matrix(path, counts, ["X"])
-    files = _matrices_in(path) if path.is_dir() else [path]
+    if path.is_dir():
+        found = _matrices_in(path)
+        notes: list[str] = []
+    else:
+        found, notes = {"X": [path]}, []
+        beside = [other.name for other in _files_in(path.parent) if _is_main(other) and other != path]
+    if path.is_dir() and counts not in found and "X" not in found:
+        names = ", ".join(file.name for file in _files_in(path))
+        raise DataError(
+            f"{path}: has {len(found)} matrices ({names}); name one of the files instead of the folder, or set "
+            f"{COUNTS} to {' or '.join(sorted(found))}"
+        )
+    require_matrix(path, counts, sorted(found))
+    files = found[counts]
     if len(files) > 1:
-        found = ", ".join(file.name for file in files)
-        raise DataError(f"{path}: has {len(files)} matrices ({found}); name one of the files instead of the folder")
-    prefix = files[0].name.removesuffix(".gz").removesuffix("matrix.mtx")
-    genes = _table(files[0].parent, prefix, ("features", "genes"))
-    cells = _table(files[0].parent, prefix, ("barcodes",))
-    var = pd.DataFrame(index=pd.Index([row[0] for row in genes], dtype=object))
-    for column, name in ((1, "symbol"), (2, "feature_types")):
-        if all(len(row) > column for row in genes) and genes:
-            var[name] = [row[column] for row in genes]
-    obs = pd.DataFrame(index=pd.Index([row[0] for row in cells], dtype=object))
-    return CountSource(path, counts, MtxMatrix(files[0], len(cells), len(genes)), obs, var)
+        summed = " + ".join(_last_word(file) for file in files)
+        others = ", ".join(sorted(set(found) - {counts}))
+        notes.append(f"{counts} is {summed}; set {COUNTS} to another one: {others}")
+    matrices = [MtxMatrix(file) for file in files]
+    sizes = {matrix.stored_shape for matrix in matrices}
+    if len(sizes) > 1:
+        raise DataError(f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(sizes)))}")
+    names = find_companions(files[0], *matrices[0].stored_shape)
+    for matrix in matrices:
+        matrix.orient(names.cells_in_rows)
+    var, sentence = gene_frame(names.genes, names.more_genes)
+    if sentence is not None:
+        notes.append(f"{names.gene_file.name}: {sentence}")
+    whole = matrices[0] if len(matrices) == 1 else _SummedMatrix(matrices)
+    source = CountSource(path, counts, whole, cell_frame(names.cells), var, notes=notes)
+    if path.is_dir():
+        source.others = [name for name in found if name != counts]
+    elif beside:
+        source.others, source.option = beside, "the path to that file"
+    return source
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if is_matrix(file) and file.is_file())
+
+
+def _is_main(file: Path) -> bool:
+    return _stem(file).lower().endswith("matrix")
+
+
+def _stem(file: Path) -> str:
+    return file.name[: len(file.name.lower().removesuffix(".gz").removesuffix(".mtx"))]
+
+
+def _last_word(file: Path) -> str:
+    return _stem(file).rpartition(".")[2]
+
+
+def _matrices_in(folder: Path) -> dict[str, list[Path]]:
+    """Files of each matrix of a folder by the value of `counts`."""
+    files = _files_in(folder)
+    if len(files) == 1:
+        return {"X": files}
+    found = {_last_word(file): [file] for file in files}
+    if len(found) < len(files):  # matrix.mtx and matrix.mtx.gz, or samples that end alike
+        found = {file.name: [file] for file in files}
+    main = [file for file in files if _is_main(file)]
+    if len(main) == 1:
+        found = {name: files for name, files in found.items() if files != main}
+        return {"X": main, **found}
+    if {*_PARTS} <= {*found}:
+        sums = {name: [found[part][0] for part in parts] for name, parts in _SUMS.items()}
+        return sums | found
+    return found
 
 
 class MtxMatrix(StoredMatrix):
-    """Coordinates in a text file, genes x cells; sorted by cell on disk."""
+    """Coordinates in a text file; sorted by cell on disk. `stored_shape` is that of the file's second line."""
 
-    def __init__(self, path: Path, n_obs: int, n_vars: int):
-        self._path, self.shape = path, (n_obs, n_vars)
+    def __init__(self, path: Path):
+        self._path = path
+        self._cells_in_rows = False
         with open_bytes(path) as text:
-            self._dtype, self._n_values = self._header(text)
+            self._dtype, self.stored_shape, self._n_values = self._header(text)
 
-    def _header(self, text: IO[bytes]) -> tuple[type, int]:
-        """dtype and number of the values; leaves `text` at the first of them."""
+    def orient(self, cells_in_rows: bool) -> None:
+        """Set which numbers of a line count cells."""
+        self._cells_in_rows = cells_in_rows
+        self.shape = self.stored_shape if cells_in_rows else self.stored_shape[::-1]
+
+    def _header(self, text: IO[bytes]) -> tuple[type, tuple[int, int], int]:
+        """dtype, shape and number of the values; leaves `text` at the first of them."""
         with reading(self._path):
             first = text.readline(_LINE).decode("utf-8", "replace").lower().split()
             known = [["%%matrixmarket", "matrix", "coordinate", field, "general"] for field in _FIELDS]
             if first not in known:
-                raise DataError(
-                    f"{self._path}: expected '%%MatrixMarket matrix coordinate integer general' (or real), got "
-                    f"{' '.join(first)[:80]!r}"
-                )
+                raise DataError(f"{self._path}: {_explain_header(first)}")
             line = b"%"
-            while line.startswith(b"%") or line == b"\n":
+            while line.startswith(b"%") or (line and not line.strip()):
                 line = text.readline(_LINE)
-            sizes = [int(word) for word in line.split()]
-        if len(sizes) != 3 or min(sizes) < 0:
-            raise DataError(f"{self._path}: damaged: expected a line of genes, cells and values, got {line[:80]!r}")
-        if (sizes[1], sizes[0]) != self.shape:
-            wrong = "it is cells x genes: transpose it" if tuple(sizes[:2]) == self.shape else "is it of other files?"
-            n_obs, n_vars = self.shape
-            raise DataError(
-                f"{self._path}: expected {n_vars:,} genes x {n_obs:,} cells, as the names beside it, got "
-                f"{sizes[0]:,} x {sizes[1]:,}; {wrong}"
-            )
-        return _FIELDS[first[3]], sizes[2]
+            words = line.split()
+            sizes = [int(word) for word in words]
+        if len(sizes) != 3 or min(sizes) < 0 or max(sizes[:2]) > MAX_LENGTH:
+            raise DataError(f"{self._path}: damaged: expected a line of rows, columns and values, got {line[:80]!r}")
+        return _FIELDS[first[3]], (sizes[0], sizes[1]), sizes[2]
 
     def pieces(self) -> Pieces:
-        if not self._n_values:  # pandas has an error for no lines
-            return
-        n_values, types = 0, {"gene": np.int64, "cell": np.int64, "value": self._dtype}
-        with open_bytes(self._path) as text, reading(self._path), warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
+        n_values = 0
+        with open_bytes(self._path) as text:
             self._header(text)
-            lines = pd.read_csv(
-                text, sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
-                na_values=[], keep_default_na=False, chunksize=_PIECE,
-            )  # fmt: skip
-            for piece in lines:
-                for name, size in (("gene", self.shape[1]), ("cell", self.shape[0])):
-                    if len(piece) and not 1 <= piece[name].min() <= piece[name].max() <= size:
-                        raise DataError(f"{self._path}: damaged: an index is outside 1 to {size:,}")
-                yield piece["cell"].to_numpy() - 1, piece["gene"].to_numpy() - 1, piece["value"].to_numpy()
-                n_values += len(piece)
+            for row, column, values in lines.read_triples(
+                self._path, text, self._dtype, self.stored_shape, self._n_values
+            ):
+                if len(values) and values.max() >= _MISSING:
+                    raise DataError(
+                        f"{self._path}: has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these to "
+                        "0 in R and write the matrix again"
+                    )
+                yield (row, column, values) if self._cells_in_rows else (column, row, values)
+                n_values += len(values)
         if n_values != self._n_values:
             raise DataError(
                 f"{self._path}: truncated or damaged: {n_values:,} values of {self._n_values:,}; copy it again"
             )
 
 
-def _matrices_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.name.endswith(_MATRIX) and not file.name.startswith("."))
+class _SummedMatrix(StoredMatrix):
+    """Sum of matrices of the same cells and genes."""
+
+    def __init__(self, matrices: list[MtxMatrix]):
+        self._matrices = matrices
+        self.shape = matrices[0].shape
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        for parts in zip(*(matrix.blocks(block) for matrix in self._matrices)):
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole + part
+            yield whole
+
+    def close(self) -> None:
+        for matrix in self._matrices:
+            matrix.close()
 
 
-def _table(folder: Path, prefix: str, names: tuple[str, ...]) -> list[list[str]]:
-    """Rows of the first table of `names` that is there, plain or gzip."""
-    candidates = [folder / f"{prefix}{name}.tsv{end}" for name in names for end in ("", ".gz")]
-    file = next((file for file in candidates if file.exists()), None)
-    if file is None:
-        raise DataError(f"{folder}: no {prefix}{names[0]}.tsv; expected it beside {prefix}matrix.mtx, plain or as .gz")
-    with open_bytes(file) as lines, reading(file):
-        rows = [line.decode().rstrip("\r\n").split("\t") for line in lines]
-    if len(rows) > MAX_LENGTH:
-        raise DataError(f"{file}: has {len(rows):,} lines; the limit is {MAX_LENGTH:,}")
-    return rows
+def _explain_header(first: list[str]) -> str:
+    got = " ".join(first)[:80]
+    wanted = "expected '%%MatrixMarket matrix coordinate integer general' (or real)"
+    reasons = {
+        "array": "a dense array",
+        "pattern": "a pattern without values, which has no counts",
+        "complex": "complex numbers",
+        "symmetric": "a symmetric matrix, which has no cells",
+    }
+    reason = next((text for word, text in reasons.items() if word in first), None)
+    return f"{wanted}, got {got!r}" + (f": {reason}" if reason else "")
 
 
 FORMAT = Format(
-    "folder with matrix.mtx",
-    lambda path, file: path.name.endswith(_MATRIX) or (path.is_dir() and bool(_matrices_in(path))),
+    "Matrix Market (.mtx, .mtx.gz or their folder)",
+    lambda path, file: (path.is_file() and is_matrix(path)) or (path.is_dir() and bool(_files_in(path))),
     _open_mtx,
 )

@@ -38,6 +38,7 @@ class CountSource:
     option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
     close_file: Callable[[], None] = lambda: None
+    notes: list[str] = field(default_factory=list)  # sentences for the user on how the file was read
 
     def close(self) -> None:
         """Close the file and drop temporary ones."""

@@ -1,0 +1,135 @@
+"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced, unspliced and ambiguous counts of alevin-fry.
+
+A probe that 10x excludes (`filtered_probes` is false) is dropped, the others are summed by `gene_id`, or by the Ensembl
+id in names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA mode has three columns a gene, `x`, `x-U` and `x-A`:
+X is spliced + ambiguous, as its own tools load single-cell data, and `counts` chooses among MODES.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.arrays import text_values
+from cellmill.data.inputs.matrices import StoredMatrix
+from cellmill.data.inputs.source import COUNTS, CountSource
+
+MODES = ("S", "U", "A", "S+A", "S+U+A")
+"""Values of `counts` for a matrix with spliced (S), unspliced (U) and ambiguous (A) columns."""
+_ENDS = {"U": "-U", "A": "-A"}
+_FILTERED = "filtered_probes"
+_IN_NAME = re.compile(r"(?:^|\|)(ENS[A-Z]*G\d{11}(?:\.\d+)?)\|")
+_TRUE = ("true", "t", "1", "yes")
+
+
+class GroupedColumns(StoredMatrix):
+    """Columns of a matrix, summed by `target`, int, their new column; those with -1 are dropped."""
+
+    def __init__(self, whole: StoredMatrix, target: np.ndarray, n_vars: int):
+        self._whole = whole
+        self._target = target.astype(np.int32)
+        self.shape = (whole.shape[0], n_vars)
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        for part in self._whole.blocks(block):
+            columns = self._target[part.indices]
+            is_kept = columns >= 0
+            ends = np.concatenate([[0], np.cumsum(is_kept)])[part.indptr]
+            shape = (part.shape[0], self.shape[1])
+            grouped = sp.csr_matrix((part.data[is_kept], columns[is_kept], ends), shape=shape)
+            if grouped.dtype.kind == "f":  # fractions that sum to a count are one
+                grouped = grouped.astype(np.float64)
+                grouped.sum_duplicates()
+            yield grouped
+
+    def close(self) -> None:
+        self._whole.close()
+
+
+def group_probes(source: CountSource) -> CountSource:
+    """The input with probes summed into genes, and a note that says how many; as it is if its rows are genes."""
+    var = source.var
+    n_probes = len(var)
+    is_kept = np.ones(n_probes, dtype=bool)
+    if _FILTERED in var:
+        values = var[_FILTERED]
+        if values.dtype == bool:
+            is_kept = values.to_numpy()
+        else:
+            is_kept = np.isin(pd.Series(text_values(values), dtype=object).str.strip().str.lower(), _TRUE)
+    genes = _genes_of_probes(var)
+    if genes is None:
+        if is_kept.all():
+            return source
+        genes, by = var.index.to_numpy(dtype=object), "their names"
+    elif _FILTERED in var and "gene_id" in var:
+        by = "gene_id"
+    else:
+        by = "the Ensembl id in their names"
+    codes, names = pd.factorize(genes[is_kept])
+    target = np.full(n_probes, -1)
+    target[is_kept] = codes
+    first = np.flatnonzero(is_kept)[np.unique(codes, return_index=True)[1]]
+    rows = var.iloc[first].set_axis(pd.Index(names, dtype=object), axis=0)
+    if "gene_name" in rows:
+        rows = rows.assign(symbol=rows["gene_name"])
+    rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
+    n_excluded = int((~is_kept).sum())
+    excluded = f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
+    note = f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
+    matrix = GroupedColumns(source.matrix, target, len(names))
+    return replace(source, matrix=matrix, var=rows, notes=[*source.notes, f"{note} by {by}"])
+
+
+def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
+    """Gene of each row, if rows are probes: column `gene_id` next to `filtered_probes`, or the id within the name."""
+    if _FILTERED in var and "gene_id" in var:
+        return np.asarray(text_values(var["gene_id"]), dtype=object)
+    if not len(var) or "|" not in str(var.index[0]) + str(var.index[-1]):
+        return None
+    names = [str(name) for name in var.index]
+    found = [_IN_NAME.search(name) for name in names]
+    if 2 * sum(map(bool, found)) <= len(names):
+        return None
+    return np.array([match[1] if match else name for match, name in zip(found, names)], dtype=object)
+
+
+def is_split(names: pd.Index) -> bool:
+    """True if every gene has the three names of USA mode: its own, and with -U and -A."""
+    if len(names) < 3 or len(names) % 3:
+        return False
+    known = {str(name) for name in names}
+    stems = [name.removesuffix(_ENDS["U"]) for name in known if name.endswith(_ENDS["U"])]
+    if 3 * len(stems) != len(known) or len(known) != len(names):
+        return False
+    return all(stem in known and f"{stem}{_ENDS['A']}" in known for stem in stems)
+
+
+def choose_mode(source: CountSource, counts: str) -> CountSource:
+    """The input with the columns of `counts` (X or one of MODES) summed by gene; as it is without USA mode."""
+    if not is_split(source.var.index):
+        return source
+    mode = counts if counts in MODES else "S+A"
+    names = [str(name) for name in source.var.index]
+    stems = {name.removesuffix(_ENDS["U"]) for name in names if name.endswith(_ENDS["U"])}
+    genes = [name for name in names if name in stems]
+    row_of = {gene: row for row, gene in enumerate(genes)}
+    wanted = [_ENDS.get(letter, "") for letter in mode.split("+")]
+    target = np.full(len(names), -1)
+    for column, name in enumerate(names):
+        for end in wanted:
+            stem = name.removesuffix(end) if end and name.endswith(end) else name
+            if (stem != name or not end) and stem in row_of:
+                target[column] = row_of[stem]
+    rows = source.var.iloc[[column for column, name in enumerate(names) if name in stems]]
+    parts = {"S": "spliced", "U": "unspliced", "A": "ambiguous"}
+    summed = " + ".join(parts[letter] for letter in mode.split("+"))
+    others = [other for other in MODES if other != mode]
+    note = f"three columns a gene (USA mode of alevin-fry): {mode}, {summed}, is read; set {COUNTS} to {' or '.join(others)} for others"
+    matrix = GroupedColumns(source.matrix, target, len(genes))
+    return replace(
+        source, counts=counts, matrix=matrix, var=rows, others=[*source.others, *others], notes=[*source.notes, note]
+    )

@@ -1,0 +1,136 @@
+"""The tables that name rows and columns of a Matrix Market file: files of its folder, chosen by prefix and by length.
+
+    sample_matrix.mtx  sample_features.tsv.gz  sample_barcodes.tsv.gz            genes in rows: Cell Ranger, STARsolo
+    cells_x_genes.mtx  cells_x_genes.barcodes.txt  cells_x_genes.genes.txt       cells in rows: kb-python
+    quants_mat.mtx     quants_mat_rows.txt  quants_mat_cols.txt                  cells in rows: alevin-fry
+    count_matrix.mtx   all_genes.csv  cell_metadata.csv                          cells in rows: Parse
+
+Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to the matrix with which
+its name shares most words from the first on, so that files of several samples in one folder are not mixed.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from cellmill.data.inputs.text.tables import CELLS, GENES, TextTable, is_table, name_words, peek
+from cellmill.errors import DataError
+
+_MOST_TABLES = 40  # that one matrix may have beside it
+
+
+class Companions(NamedTuple):
+    """Names of a matrix, and whether its rows are cells."""
+
+    genes: pd.DataFrame
+    more_genes: list[pd.DataFrame]  # further tables of the same genes, as kb-python writes their symbols
+    cells: pd.DataFrame
+    cells_in_rows: bool
+    gene_file: Path
+
+
+class _Choice(NamedTuple):
+    score: tuple[int, ...]
+    genes: TextTable
+    cells: TextTable
+    cells_in_rows: bool
+
+
+def is_matrix(path: Path) -> bool:
+    """True for a file whose name ends as that of a Matrix Market file, plain or gzip."""
+    return path.name.lower().removesuffix(".gz").endswith(".mtx") and not path.name.startswith(".")
+
+
+def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
+    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, saying which one is short or missing."""
+    tables = list(_tables_of(matrix, max(n_rows, n_columns)))
+    choices = list(_choices(matrix, tables, n_rows, n_columns))
+    if not choices:
+        raise DataError(_explain(matrix, tables, n_rows, n_columns))
+    best = max(choices, key=lambda choice: choice.score)
+    n_genes, n_cells = (n_columns, n_rows) if best.cells_in_rows else (n_rows, n_columns)
+    others = [
+        table
+        for table in tables
+        if table.path not in (best.genes.path, best.cells.path) and table.role() == GENES and table.fits(n_genes)
+    ]
+    more = [table.read(n_genes) for table in others]
+    return Companions(best.genes.read(n_genes), more, best.cells.read(n_cells), best.cells_in_rows, best.genes.path)
+
+
+def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
+    """Tables beside a matrix that share more words with no other matrix; longer ones than it are of something else."""
+    files = sorted(matrix.parent.iterdir())
+    others = [file for file in files if is_matrix(file) and file != matrix]
+    candidates = [file for file in files if is_table(file) and file.is_file()]
+    own = [file for file in candidates if _shared(file, matrix) >= max((_shared(file, o) for o in others), default=0)]
+    own.sort(key=lambda file: -_shared(file, matrix))
+    for file in own[:_MOST_TABLES]:
+        table = peek(file, 2 * longest + 2)
+        if table is not None and table.n_lines:
+            yield table
+
+
+def _shared(table: Path, matrix: Path) -> int:
+    """Number of words from the first on that the names of two files have in common."""
+    n = 0
+    for one, other in zip(name_words(table), name_words(matrix)):
+        if one != other:
+            break
+        n += 1
+    return n
+
+
+def _choices(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> Iterator[_Choice]:
+    words = name_words(matrix)
+    for genes, cells in permutations(tables, 2):
+        if genes.role() == CELLS or cells.role() == GENES:
+            continue
+        for cells_in_rows in (False, True):
+            n_genes, n_cells = (n_columns, n_rows) if cells_in_rows else (n_rows, n_columns)
+            if not (genes.fits(n_genes) and cells.fits(n_cells)):
+                continue
+            roles = (genes.role() == GENES) + (cells.role() == CELLS)
+            contents = (genes.content() == GENES) + (cells.content() == CELLS)
+            prefix = _shared(genes.path, matrix) + _shared(cells.path, matrix)
+            shortest = -len(genes.path.name) - len(cells.path.name)  # genes.txt before genes.names.txt
+            is_named = words[:1] == ["cells"] or "rows" in name_words(cells.path)
+            usual = int(cells_in_rows == is_named)  # as many cells as genes
+            yield _Choice((roles, prefix, contents, usual, shortest), genes, cells, cells_in_rows)
+
+
+def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> str:
+    """Which table is missing, or how many names each has and which is short."""
+    by_role = {
+        role: max((t for t in tables if t.role() == role), key=lambda t: _shared(t.path, matrix), default=None)
+        for role in (GENES, CELLS)
+    }
+    missing = [role for role, table in by_role.items() if table is None]
+    if missing:
+        stem = matrix.name.lower().removesuffix(".gz").removesuffix(".mtx")
+        prefix = matrix.name[: len(stem)].removesuffix("matrix")
+        wanted = f"{prefix}{'features' if missing[0] == GENES else 'barcodes'}.tsv"
+        there = ", ".join(f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]) or "no text table"
+        return (
+            f"{matrix.parent}: no {wanted}; expected it beside {matrix.name}, plain or as .gz, with {n_rows:,} or "
+            f"{n_columns:,} names; there is {there}"
+        )
+    genes, cells = by_role[GENES], by_role[CELLS]
+    assert genes is not None
+    assert cells is not None
+    n_genes, n_cells = n_rows, n_columns
+    if genes.fits(n_columns) or cells.fits(n_rows):
+        n_genes, n_cells = n_columns, n_rows
+    faults = []
+    for table, n in ((genes, n_genes), (cells, n_cells)):
+        difference = table.n_rows() - n
+        if difference:
+            faults.append(f"{table.path.name} has {abs(difference):,} {'more' if difference > 0 else 'fewer'}")
+    return (
+        f"{matrix}: has {n_rows:,} rows and {n_columns:,} columns, {genes.path.name} names {genes.n_rows():,} genes and "
+        f"{cells.path.name} {cells.n_rows():,} cells: {' and '.join(faults)}; is it from another matrix, such as the "
+        "raw or the filtered one?"
+    )

@@ -1,0 +1,158 @@
+"""Lines of three numbers, as Matrix Market has them, read in pieces of some megabytes.
+
+Long files are parsed by a loop that numba compiles in about a second. A piece with anything that the loop does not
+know, such as a comment between values, goes through pandas, which also names what is wrong; so do short files.
+"""
+
+import importlib
+import io
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.inputs.h5 import reading
+from cellmill.errors import DataError
+
+_PIECE = 1 << 24  # bytes in memory at once
+_WORTH = 1 << 21  # values; fewer are read before numba is compiled
+_POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
+
+Triples = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+def read_triples(path: Path, text: IO[bytes], dtype: type, shape: tuple[int, int], n_values: int) -> Triples:
+    """Row and column, from 0, and value of each line, in pieces. Raises DataError for an index outside `shape`."""
+    parse = _compiled() if n_values >= _WORTH else None
+    buffer = bytearray(_PIECE)
+    held = 0  # bytes of a line that is not complete
+    with reading(path):
+        while n_read := text.readinto(memoryview(buffer)[held:]):  # type: ignore[attr-defined]
+            end = buffer.rfind(b"\n", held, held + n_read) + 1
+            if end:
+                yield _read_piece(path, memoryview(buffer)[:end], dtype, shape, parse)
+                buffer[: held + n_read - end] = buffer[end : held + n_read]
+            held += n_read - end
+            if held == len(buffer):
+                raise DataError(f"{path}: damaged: expected three numbers a line, got a line of {held:,} bytes")
+        if buffer[:held].strip():
+            yield _read_piece(path, memoryview(buffer)[:held], dtype, shape, None)
+
+
+def _read_piece(
+    path: Path, piece: memoryview, dtype: type, shape: tuple[int, int], parse: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if parse is not None:
+        most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
+        rows, columns = np.empty(most, np.int32), np.empty(most, np.int32)
+        values = np.empty(most, dtype)
+        n = parse(np.frombuffer(piece, np.uint8), rows, columns, values, *shape, _POWERS, dtype is np.int64)
+        if n >= 0:
+            return rows[:n], columns[:n], values[:n]
+    if not piece.tobytes().strip():
+        nothing = np.empty(0, np.int64)
+        return nothing, nothing, np.empty(0, dtype)
+    types = {"row": np.int64, "column": np.int64, "value": dtype}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
+        table = pd.read_csv(
+            io.BytesIO(piece.tobytes()), sep=r"\s+", header=None, names=list(types), dtype=types, index_col=False,
+            na_values=[], keep_default_na=False, float_precision="round_trip",
+        )  # fmt: skip
+    for name, size in zip(types, shape):
+        if len(table) and not 1 <= table[name].min() <= table[name].max() <= size:
+            raise DataError(f"{path}: damaged: an index is outside 1 to {size:,}")
+    return table["row"].to_numpy() - 1, table["column"].to_numpy() - 1, table["value"].to_numpy()
+
+
+@cache
+def _compiled() -> Any:
+    """The loop as machine code, from numba's cache where that can be written; None without numba."""
+    try:
+        njit = importlib.import_module("numba").njit
+    except ImportError:
+        return None
+    try:
+        return njit(nogil=True, cache=True)(_parse)
+    except RuntimeError:  # no folder for the cache
+        return njit(nogil=True)(_parse)
+
+
+def _parse(
+    text: np.ndarray,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    values: np.ndarray,
+    n_rows: int,
+    n_columns: int,
+    powers: np.ndarray,
+    whole: bool,
+) -> int:
+    """Number of lines; -1 if one has anything but three plain numbers.
+
+    The text ends with a line feed, at which each of the loops stops.
+    """
+    at, line, size = 0, 0, len(text)
+    while at < size:
+        row, start = 0, at
+        while 48 <= text[at] <= 57:
+            row = row * 10 + text[at] - 48
+            at += 1
+        if row < 1 or row > n_rows or at - start > 10 or (text[at] != 32 and text[at] != 9):
+            return -1
+        while text[at] == 32 or text[at] == 9:
+            at += 1
+        column, start = 0, at
+        while 48 <= text[at] <= 57:
+            column = column * 10 + text[at] - 48
+            at += 1
+        if column < 1 or column > n_columns or at - start > 10 or (text[at] != 32 and text[at] != 9):
+            return -1
+        while text[at] == 32 or text[at] == 9:
+            at += 1
+        rows[line] = row - 1
+        columns[line] = column - 1
+        number, start, exponent, n_digits = 0, at, 0, 0
+        while 48 <= text[at] <= 57:
+            number = number * 10 + text[at] - 48
+            at += 1
+        n_digits = at - start
+        if not whole and text[at] == 46:
+            at += 1
+            start = at
+            while 48 <= text[at] <= 57:
+                number = number * 10 + text[at] - 48
+                at += 1
+            n_digits += at - start
+            exponent = start - at
+        if n_digits == 0 or n_digits > 15:
+            return -1
+        if not whole and (text[at] == 101 or text[at] == 69):
+            at += 1
+            is_small = text[at] == 45
+            if text[at] == 43 or text[at] == 45:
+                at += 1
+            power, start = 0, at
+            while 48 <= text[at] <= 57:
+                power = power * 10 + text[at] - 48
+                at += 1
+            if at == start or at - start > 3:
+                return -1
+            exponent += -power if is_small else power
+        while text[at] == 32 or text[at] == 9 or text[at] == 13:
+            at += 1
+        if text[at] != 10 or exponent < -22 or exponent > 22:
+            return -1
+        at += 1
+        if exponent == 0:
+            values[line] = number
+        elif exponent > 0:
+            values[line] = number * powers[exponent]
+        else:
+            values[line] = number / powers[-exponent]
+        line += 1
+    return line

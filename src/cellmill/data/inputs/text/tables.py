@@ -1,0 +1,259 @@
+"""Text tables of names: separators, quotes, headers, and whether a table names genes or cells.
+
+R writes names in quotes and rows with numbers, Excel writes semicolons, and many tools write a header. A column of row
+numbers is dropped. A first line is a header if it has a word such as `gene_id`, or if it alone has no Ensembl id or
+barcode.
+"""
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from cellmill.data.inputs.h5 import open_bytes, reading
+from cellmill.data.inputs.matrices import MAX_LENGTH
+from cellmill.errors import DataError
+
+ENDS = (".tsv", ".csv", ".txt")
+GENES, CELLS = "genes", "cells"
+_WORDS = {  # in the name of a file
+    GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
+    CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
+}
+_HEADERS = frozenset(
+    "gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols feature features "
+    "feature_id feature_name feature_type feature_types ensembl ensembl_id ensembl_gene_id hgnc_symbol barcode "
+    "barcodes cell cells cell_id cellid cell_barcode cell_name cb bc_wells x v1 v2 index name names id".split()
+)
+_HEADER_WORDS = frozenset("gene genes symbol symbols barcode barcodes cell cells feature features name names id".split())
+_ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
+_BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
+_SAMPLE = 200  # rows that are looked at
+_CHUNK = 1 << 20  # bytes
+_TENX_TYPES = frozenset(
+    ("gene expression", "antibody capture", "crispr guide capture", "crispr direct capture", "peaks", "custom")
+    + ("multiplexing capture", "antigen capture", "vdj", "vdj-t", "vdj-b", "cell hashing")
+)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table as its first rows show it. `n_lines` counts every line up to the last that is not empty."""
+
+    path: Path
+    n_lines: int
+    separator: str  # empty: one column
+    first: list[list[str]]
+
+    @property
+    def has_header(self) -> bool:
+        """True if the first line clearly has the names of columns."""
+        return is_header(self.first[0], self.first[1:]) if self.first else False
+
+    def fits(self, n: int) -> bool:
+        """True if the table has `n` rows after its header, if any."""
+        if self.has_header:
+            return self.n_lines == n + 1
+        return self.n_lines == n or (self.n_lines == n + 1 and _has_header_words(self.first[0]))
+
+    def n_rows(self) -> int:
+        """Number of rows after a clear header."""
+        return self.n_lines - self.has_header
+
+    def role(self) -> str | None:
+        """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
+        words = name_words(self.path)[::-1]
+        named = next((role for word in words for role, known in _WORDS.items() if word in known), None)
+        return named or self.content()
+
+    def content(self) -> str | None:
+        """GENES or CELLS by Ensembl ids and barcodes in the first rows."""
+        rows = self.first[1:] or self.first
+        for role, pattern in ((GENES, _ENSEMBL), (CELLS, _BARCODE)):
+            if rows and 2 * sum(any(map(pattern.search, row)) for row in rows) > len(rows):
+                return role
+        return None
+
+    def read(self, n: int) -> pd.DataFrame:
+        """All `n` rows as columns of text, named by the header, else by number from 0. Row numbers are left out."""
+        with open_bytes(self.path) as file, reading(self.path):
+            text = file.read().decode("utf-8-sig")
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n")
+        header: list[str] | None = None
+        if len(lines) == n + 1:
+            [header] = split_lines(lines[:1], self.separator)
+            del lines[0]
+        if len(lines) != n:
+            raise DataError(f"{self.path}: it changed while it was read")
+        columns = _columns(lines, self.separator)
+        if header is not None and len(header) == len(columns) - 1:  # R does not name the column of row names
+            header = ["", *header]
+        names = header[: len(columns)] if header is not None and len(header) >= len(columns) else range(len(columns))
+        frame = pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(list(names), axis=1)
+        frame = frame.loc[:, ~frame.columns.duplicated()]
+        numbers = [name for name in frame if _is_numbering(frame[name])]
+        return frame.drop(columns=numbers[: frame.shape[1] - 1])
+
+
+def name_words(path: Path) -> list[str]:
+    """Words of a file's name without its endings, in lower case."""
+    stem = re.sub(r"(\.(tsv|csv|txt|mtx|gz))+$", "", path.name, flags=re.IGNORECASE)
+    return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", stem)]
+
+
+def is_table(path: Path) -> bool:
+    """True for a file whose name ends as that of a text table, plain or gzip."""
+    name = path.name.lower().removesuffix(".gz")
+    return name.endswith(ENDS) and not path.name.startswith(".")
+
+
+def peek(path: Path, most: int) -> TextTable | None:
+    """Separator, first rows and number of lines of a table; None if it has more than `most` lines."""
+    n_lines, head, tail = 0, b"", b""
+    with open_bytes(path) as file, reading(path):
+        while chunk := file.read(_CHUNK):
+            if chunk.endswith(b"\r"):
+                chunk += file.read(1)
+            if len(head) < _CHUNK:
+                head += chunk
+            n_lines += _count_lines(chunk)
+            tail = (tail + chunk)[-4096:]
+            if n_lines > most + len(tail) + 1:  # empty lines at the end do not count
+                return None
+    blank = tail[len(tail.rstrip(b"\r\n")) :]
+    n_lines += bool(head.strip(b"\r\n")) - _count_lines(blank)
+    if n_lines > min(most, MAX_LENGTH):
+        return None
+    text = head.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    lines = text.rstrip("\n").split("\n")[:_SAMPLE] if n_lines else []
+    separator = find_separator(lines)
+    return TextTable(path, n_lines, separator, list(split_lines(lines, separator)))
+
+
+def _count_lines(chunk: bytes) -> int:
+    returns = chunk.count(b"\r")
+    pairs = chunk.count(b"\r\n") if returns else 0
+    return chunk.count(b"\n") + returns - pairs
+
+
+def find_separator(lines: Sequence[str]) -> str:
+    """The character that divides every line after the first into equally many fields; empty if there is none."""
+    body = [line for line in lines[1:] if line] or list(lines)
+    for separator in ("\t", ",", ";", "|", " "):
+        if separator == " " and not all(line.startswith('"') for line in body):
+            continue  # a name may have a space; R puts quotes
+        widths = {len(fields) for fields in split_lines(body, separator)}
+        if separator == "\t" and min(widths, default=1) > 1:
+            return separator
+        if widths and widths != {1} and len(widths) == 1 and not (separator == "|" and any("ENS" in b for b in body)):
+            return separator
+    return ""
+
+
+def split_lines(lines: Sequence[str], separator: str) -> list[list[str]]:
+    """Fields of each line without their quotes; quotes that do not come in pairs are part of the text."""
+    if not separator:
+        return [[_unquoted(line)] for line in lines]
+    quoted = any('"' in line for line in lines)
+    if quoted:
+        rows = list(csv.reader(lines, delimiter=separator))
+        if len(rows) == len(lines):
+            return rows
+    return [line.split(separator) for line in lines]
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _columns(lines: list[str], separator: str) -> list[list[str]]:
+    """Columns that every line has."""
+    if not separator:
+        return [[_unquoted(line) for line in lines]]
+    rows = split_lines(lines, separator)
+    width = min(map(len, rows), default=1)
+    return [[row[column].strip() for row in rows] for column in range(width)]
+
+
+def _is_numbering(column: pd.Series) -> bool:
+    for start in (0, 1):
+        if column.iloc[0] == str(start) and len(column) > 1 and column.iloc[-1] == str(start + len(column) - 1):
+            return bool((column == pd.Series(range(start, start + len(column))).astype(str)).all())
+    return False
+
+
+def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+    """True if `first` has a usual name of a column, or is the only line without an Ensembl id or barcode."""
+    if {text.strip().lower() for text in first} & _HEADERS:
+        return True
+    for pattern in (_ENSEMBL, _BARCODE):
+        if any(map(pattern.search, first)):
+            return False
+    return any(
+        len(others) > 2 and all(any(map(pattern.search, row)) for row in others) for pattern in (_ENSEMBL, _BARCODE)
+    )
+
+
+def _has_header_words(first: Sequence[str]) -> bool:
+    if len(first) > 1 and first[0] == "":
+        return True
+    words = (word.lower() for text in first for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text))
+    return not _HEADER_WORDS.isdisjoint(words)
+
+
+def gene_frame(table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()) -> tuple[pd.DataFrame, str | None]:
+    """`var` from a table of genes: indexed by Ensembl id, else by the first column, with every text column.
+
+    Columns without a header become `symbol`, `feature_types` (if they hold types of 10x) and `column_N`. Returns a
+    sentence too where the third column holds something else than types.
+    """
+    columns: dict[str, list[str]] = {}
+    sentence = None
+    for number, (name, values) in enumerate(table.items()):
+        texts = values.astype(str).tolist()
+        kinds = {text.strip().lower() for text in texts}
+        if isinstance(name, str) and name:
+            key = name if name != "feature_types" or kinds & _TENX_TYPES else "feature_kind"
+        elif number == 2 and kinds & _TENX_TYPES:
+            key = "feature_types"
+        elif number and _share(texts, _ENSEMBL) > 0.5:
+            key = "gene_ids"
+        elif number == 1:
+            key = "symbol"
+        else:
+            key = f"column_{number + 1}"
+        if number == 2 and key != "feature_types" and not isinstance(name, str):
+            sentence = f"its third column is no type of 10x ({_listed(texts)}); all rows are read as genes"
+        columns[key] = texts
+    for other in more:
+        for name, values in other.items():
+            key = name if isinstance(name, str) and name else "symbol"
+            columns.setdefault(key if key not in columns else f"{key}_2", values.astype(str).tolist())
+    index = next((key for key, texts in columns.items() if _share(texts, _ENSEMBL) > 0.5), next(iter(columns)))
+    return pd.DataFrame(columns, index=pd.Index(columns[index], dtype=object)).drop(columns=index), sentence
+
+
+def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
+    """`obs` from a table of cells: indexed by the first column of barcodes, else of unique text; headers are kept."""
+    names = list(table)
+    barcodes = (name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], _BARCODE) > 0.5)
+    unique = (name for name in names if table[name].is_unique)
+    index = next(barcodes, next(unique, names[0]))
+    kept = [name for name in names if name != index and isinstance(name, str) and name]
+    texts = {name: pd.Categorical(table[name].astype(str)) for name in kept}
+    return pd.DataFrame(texts, index=pd.Index(table[index].astype(str), dtype=object))
+
+
+def _share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
+    sample = texts[:_SAMPLE]
+    return sum(map(bool, map(pattern.search, sample))) / max(1, len(sample))
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The most frequent values with their numbers."""
+    numbers = pd.Series(texts, dtype=object).value_counts()
+    shown = ", ".join(f"{value!r} {number:,}" for value, number in numbers.iloc[:4].items())
+    return shown + (f" and {len(numbers) - 4:,} more values" if len(numbers) > 4 else "")
