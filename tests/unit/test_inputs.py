@@ -27,9 +27,9 @@ import zarr
 from cellmill.config import plugin
 from cellmill.data.genes.names import is_expression
 from cellmill.data.inputs import matrices
-from cellmill.data.inputs.text import lines
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.inputs.source import DeclaredNames
+from cellmill.data.inputs.text import lines
 from cellmill.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,13 +271,14 @@ def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_p
         whole[:-20]: "damaged: ",
         "\n".join(whole.splitlines()[:-3]): f"truncated or damaged: {counts.nnz - 3:,} values of {counts.nnz:,}; copy",
         whole.replace(f"37 230 {counts.nnz}", f"37 230 {10**12}"): f"{counts.nnz:,} values of 1,000,000,000,000",
-        whole.replace("37 230", "230 37"): "it is cells x genes: transpose it",
+        whole.replace("37 230", "230 37"): "damaged: an index is outside 1 to 37",
         whole.replace("integer", "complex"): "expected '%%MatrixMarket matrix coordinate integer general' (or real)",
-        whole.replace("37 230", "37"): "expected a line of genes, cells and values",
+        whole.replace("37 230", "37"): "expected a line of rows, columns and values",
     }
     for text, message in cases.items():
         file.write_text(text)
         assert message in refusal(tmp_path)
+    file.write_text(whole)
     (tmp_path / "sample_barcodes.tsv").unlink()
     assert "no sample_barcodes.tsv; expected it beside sample_matrix.mtx" in refusal(file)
     shutil.copy(file, tmp_path / "other_matrix.mtx")

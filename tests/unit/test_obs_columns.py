@@ -213,25 +213,6 @@ def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Pa
             assert names is None
 
 
-@pytest.mark.parametrize("form", ["plain", "values and mask"])
-def test_repeated_names_of_cells_are_found_before_anything_runs(
-    raw: Path, check: Callable[..., None], form: str
-) -> None:
-    with h5py.File(raw, "r+") as file:
-        names = file["obs"][file["obs"].attrs["_index"]]
-        names[3], names[4], names[6] = names[1], names[1], names[5]
-        texts, place = names[:], names.name
-        if form != "plain":
-            del file[place]
-            file[f"{place}/values"], file[f"{place}/mask"] = texts, np.zeros(len(texts), bool)
-    with pytest.raises(UserError) as caught:
-        check(raw)
-    assert str(caught.value) == (
-        f"t.tsv: dataset one: {raw}: obs names are not unique: {texts[1].decode()!r} occurs 3 times and 1 more repeat; "
-        "call obs_names_make_unique() and write the file again"
-    )
-
-
 CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
     "counts": ({"counts": "spliced"}, "", "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)"),
     "keep_obs": ({}, "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),

@@ -61,8 +61,7 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
         return None
     names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in columns]
     categories = {name: obs.get(f"{name}/categories") for name in names if isinstance(obs.get(name), h5py.Group)}
-    index = obs.attrs.get("_index")
-    return DeclaredNames(names, [*_matrices(file)], categories, obs.get(index) if isinstance(index, str) else None)
+    return DeclaredNames(names, [*_matrices(file)], categories)
 
 
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:

@@ -6,6 +6,7 @@ is not installed: each of these is refused in one line.
 """
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -16,11 +17,12 @@ import h5py
 
 from cellmill.config import plugin
 from cellmill.data.inputs import anndata_files, fasta, mtx, soma, tenx_loom
+from cellmill.data.inputs.grouped import MODES, choose_mode, group_probes, is_split
 from cellmill.data.inputs.h5 import open_h5, reading
 from cellmill.data.inputs.h5_walk import check_walk, is_hdf5
 from cellmill.data.inputs.matrices import size_problem
-from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
-from cellmill.data.inputs.source import DeclaredNames, Format
+from cellmill.data.inputs.reader import CountsReader, keep_apart
+from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
 from cellmill.errors import ConfigError, DataError
 
 
@@ -63,8 +65,8 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
     """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an input of any format.
 
-    Raises DataError when the input is missing, truncated or of no known format, lacks the matrix, has no cells or
-    genes, or has duplicate obs names.
+    Prints on stderr how rows that are parts of genes were summed, and how cells with one name are told apart. Raises
+    DataError when the input is missing, truncated or of no known format, lacks the matrix, or has no cells or genes.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -72,12 +74,34 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
         with reading(path):
             if file is not None:
                 _refuse_foreign_bytes(path, file)
-            source = _format_of(path, file).open(path, file, counts)
+            source = _open_source(path, file, counts)
         stack.callback(source.close)
         if 0 in source.matrix.shape:
             raise DataError(f"{path}: empty: {len(source.obs)} cells x {len(source.var)} genes")
-        refuse_duplicates(path, "obs", source.obs.index)
+        names, note = keep_apart(source.obs.index)
+        if note is not None:
+            source.obs = source.obs.set_axis(names, axis=0)
+            source.notes.append(note)
+        for note in source.notes:
+            print(f"{path}: {note}", file=sys.stderr, flush=True)
         return CountsReader(source, stack.pop_all().close)
+
+
+def _open_source(path: Path, file: h5py.File | None, counts: str) -> CountSource:
+    """The input as its format reads it, with rows that are parts of genes summed."""
+    form = _format_of(path, file)
+    try:
+        source = form.open(path, file, counts)
+    except DataError:
+        if counts not in MODES:
+            raise
+        source = form.open(path, file, "X")
+        if not is_split(source.var.index):
+            source.close()
+            raise
+    if source.ordered:
+        return source
+    return choose_mode(group_probes(source), counts)
 
 
 def open_dataset(path: Path, counts: str = "X") -> CountsReader:

@@ -1,4 +1,4 @@
-"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced, unspliced and ambiguous counts of alevin-fry.
+"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced and unspliced counts of alevin-fry.
 
 A probe that 10x excludes (`filtered_probes` is false) is dropped, the others are summed by `gene_id`, or by the Ensembl
 id in names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA mode has three columns a gene, `x`, `x-U` and `x-A`:
@@ -79,7 +79,9 @@ def group_probes(source: CountSource) -> CountSource:
     rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
     n_excluded = int((~is_kept).sum())
     excluded = f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
-    note = f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
+    note = (
+        f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
+    )
     matrix = GroupedColumns(source.matrix, target, len(names))
     return replace(source, matrix=matrix, var=rows, notes=[*source.notes, f"{note} by {by}"])
 
@@ -128,7 +130,10 @@ def choose_mode(source: CountSource, counts: str) -> CountSource:
     parts = {"S": "spliced", "U": "unspliced", "A": "ambiguous"}
     summed = " + ".join(parts[letter] for letter in mode.split("+"))
     others = [other for other in MODES if other != mode]
-    note = f"three columns a gene (USA mode of alevin-fry): {mode}, {summed}, is read; set {COUNTS} to {' or '.join(others)} for others"
+    note = (
+        f"three columns a gene (USA mode of alevin-fry): {mode} is read, {summed}; set {COUNTS} to "
+        f"{' or '.join(others)} for others"
+    )
     matrix = GroupedColumns(source.matrix, target, len(genes))
     return replace(
         source, counts=counts, matrix=matrix, var=rows, others=[*source.others, *others], notes=[*source.notes, note]

@@ -95,8 +95,8 @@ def create_h5(path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = Non
 
 
 class _Disk(io.FileIO):
-    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones, so that HDF5
-    can still close the file in order."""
+    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones, so
+    that HDF5 can still close the file in order."""
 
     error: OSError | None = None
 

@@ -216,7 +216,7 @@ class RowBuckets:
                 found.append(np.frombuffer(self._file.read(size * self._record.itemsize), self._record))
             records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
-            rows = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
+            rows: Any = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
             if (rows[1:] < rows[:-1]).any():
                 records = records[np.argsort(rows, kind="stable")]
             indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])

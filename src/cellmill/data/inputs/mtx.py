@@ -44,9 +44,9 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
         found, notes = {"X": [path]}, []
         beside = [other.name for other in _files_in(path.parent) if _is_main(other) and other != path]
     if path.is_dir() and counts not in found and "X" not in found:
-        names = ", ".join(file.name for file in _files_in(path))
+        listed = ", ".join(file.name for file in _files_in(path))
         raise DataError(
-            f"{path}: has {len(found)} matrices ({names}); name one of the files instead of the folder, or set "
+            f"{path}: has {len(found)} matrices ({listed}); name one of the files instead of the folder, or set "
             f"{COUNTS} to {' or '.join(sorted(found))}"
         )
     require_matrix(path, counts, sorted(found))
@@ -75,7 +75,7 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if is_matrix(file) and file.is_file())
+    return sorted(file for file in folder.iterdir() if is_matrix(file) and not file.is_dir())
 
 
 def _is_main(file: Path) -> bool:
@@ -147,8 +147,8 @@ class MtxMatrix(StoredMatrix):
             ):
                 if len(values) and values.max() >= _MISSING:
                     raise DataError(
-                        f"{self._path}: has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these to "
-                        "0 in R and write the matrix again"
+                        f"{self._path}: has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these "
+                        "to 0 in R and write the matrix again"
                     )
                 yield (row, column, values) if self._cells_in_rows else (column, row, values)
                 n_values += len(values)
@@ -192,6 +192,6 @@ def _explain_header(first: list[str]) -> str:
 
 FORMAT = Format(
     "Matrix Market (.mtx, .mtx.gz or their folder)",
-    lambda path, file: (path.is_file() and is_matrix(path)) or (path.is_dir() and bool(_files_in(path))),
+    lambda path, file: (is_matrix(path) and not path.is_dir()) or (path.is_dir() and bool(_files_in(path))),
     _open_mtx,
 )

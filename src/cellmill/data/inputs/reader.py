@@ -169,6 +169,26 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
 
 
+def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:
+    """Names of cells of which no two are equal, and a sentence if some were: every copy gets the number of its row."""
+    is_repeated = names.duplicated(keep=False)
+    if not is_repeated.any():
+        return names, None
+    texts = names.to_numpy(dtype=object).copy()
+    rows = np.flatnonzero(is_repeated)
+    for row in rows.tolist():
+        texts[row] = f"{texts[row]}:row{row + 1}"
+    unique = pd.Index(texts, dtype=object)
+    repeated = names[rows]
+    first = repeated[0]
+    copies = int((names == first).sum())
+    note = (
+        f"{len(rows):,} cells share {repeated.nunique():,} names ({first!r} occurs {copies:,} times): they are kept "
+        f"apart by row, as {texts[rows[0]]!r}; no cell is joined by such a name"
+    )
+    return (unique, note) if unique.is_unique else (keep_apart(unique)[0], note)
+
+
 def refuse_duplicates(where: Path | str, kind: str, names: pd.Index, remedy: str = OBS_REMEDY) -> None:
     """Raise DataError when two of the `names` of a file are equal."""
     repeated = names[names.duplicated()]

@@ -65,6 +65,9 @@ class OrderedRows:
         for low in range(0, self.shape[0], block):
             indptr = ends[low : low + block + 1] - ends[low]
             n = int(indptr[-1])
-            columns = np.frombuffer(self._columns.read(n * 4), np.int32)
-            values = np.frombuffer(self._values.read(n * self._dtype.itemsize), self._dtype)
+            columns = np.empty(n, np.int32)
+            values = np.empty(n, self._dtype)
+            if n:
+                self._columns.readinto(columns.data)
+                self._values.readinto(values.data)
             yield sp.csr_matrix((values, columns, indptr), shape=(len(indptr) - 1, self.shape[1]))

@@ -18,7 +18,6 @@ from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, require_known
 
 COUNTS = "the dataset's `counts`"  # where a user says which matrix
-_MOST_NAMES = 2_000_000  # names of cells that are compared before a run, 0.3 s per million
 
 
 @dataclass
@@ -53,24 +52,18 @@ class DeclaredNames:
     columns: list[str]
     counts: list[str]
     nodes: dict[str, Any] = field(default_factory=dict)  # categories of columns
-    obs_names: Any = None
 
     def categories_of(self, column: str) -> list[Any] | None:
         """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
         return _values(self.nodes.get(column))
 
-    def cells(self) -> list[Any] | None:
-        """Names of cells; None in Zarr, Loom and files of more than 2 million cells, whose names stage preprocess
-        compares."""
-        return _values(self.obs_names, kinds="OS", most=_MOST_NAMES)
 
-
-def _values(array: Any, kinds: str = "OSbiuf", most: int = MAX_LENGTH) -> list[Any] | None:
+def _values(array: Any) -> list[Any] | None:
     if isinstance(array, h5py.Group):  # text of pandas 3: values and a mask
         array = array.get("values")
-    if not isinstance(array, h5py.Dataset) or array.shape is None or len(array.shape) != 1 or len(array) > most:
+    if not isinstance(array, h5py.Dataset) or array.shape is None or len(array.shape) != 1 or len(array) > MAX_LENGTH:
         return None
-    if array.dtype.kind not in kinds or array.external or array.is_virtual:
+    if array.dtype.kind not in "OSbiuf" or array.external or array.is_virtual:
         return None
     try:
         return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in array[:]]

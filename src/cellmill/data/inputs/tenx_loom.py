@@ -8,20 +8,18 @@ Loom files are dense, with attributes of rows and columns. Genes are named by `A
 `Gene`; `counts` is X (`matrix`) or the name of a layer.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
+from cellmill.data.inputs.grouped import GroupedColumns
 from cellmill.data.inputs.matrices import (
     REAL,
     WHOLE,
     DenseMatrix,
     SparseMatrix,
-    StoredMatrix,
     checked_shape,
     is_array,
     native,
@@ -36,9 +34,12 @@ _V3 = {
     "symbol": "features/name",
     "feature_types": "features/feature_type",
     "genome": "features/genome",
+    "gene_id": "features/gene_id",  # of a probe
+    "gene_name": "features/gene_name",
+    "filtered_probes": "features/filtered_probes",
 }
-_LOOM_CELLS = ("CellID", "obs_names", "cell_id", "Barcode", "barcode")
-_LOOM_GENES = ("Accession", "var_names", "Gene", "gene_ids", "gene")
+_LOOM_CELLS = ("CellID", "obs_names", "cell_id", "Barcode", "barcode", "colnames")
+_LOOM_GENES = ("Accession", "var_names", "Gene", "gene_ids", "gene", "target_name", "rownames")
 _LOOM_SYMBOLS = ("Gene", "gene", "symbol")
 
 
@@ -71,19 +72,9 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
         return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
     require_matrix(path, counts, ["X", *genomes])
     chosen = np.flatnonzero(var["genome"] == counts)
-    return CountSource(path, counts, _ChosenGenes(matrix, chosen), obs, var.iloc[chosen])
-
-
-class _ChosenGenes(StoredMatrix):
-    """Columns `genes`, int, of a matrix of more genes."""
-
-    def __init__(self, whole: SparseMatrix, genes: np.ndarray):
-        self._whole, self._genes = whole, genes
-        self.shape = (whole.shape[0], len(genes))
-
-    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        for part in self._whole.parts(block):
-            yield part[:, self._genes]
+    target = np.full(n_vars, -1)
+    target[chosen] = np.arange(len(chosen))
+    return CountSource(path, counts, GroupedColumns(matrix, target, len(chosen)), obs, var.iloc[chosen])
 
 
 def _is_v3(file: Any) -> bool:
@@ -93,13 +84,13 @@ def _is_v3(file: Any) -> bool:
 
 def _genomes(file: Any) -> list[str]:
     """Groups of a file of version 2."""
-    arrays = {"barcodes", "data", "indices", "indptr", "shape", *_V2.values()}
+    arrays = {"barcodes", "data", "indices", "indptr", "shape", "genes"}  # R's writeTENxMatrix has no gene_names
     groups = {name: file.get(name) for name in file}
     return [n for n, group in groups.items() if group is not None and not is_array(group) and arrays <= {*group}]
 
 
 def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
-    """Values of a text array as str. Raises DataError unless it has `length` of them."""
+    """Values of an array as str. Raises DataError unless it has `length` of them."""
     if not is_array(array) or array.shape != (length,):
         got = array.shape if is_array(array) else None
         raise DataError(f"{path}: damaged: expected {length:,} {name}, got {got or 'none'}")
@@ -107,7 +98,9 @@ def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
 
 
 def _names_in_loom(path: Path, file: Any) -> DeclaredNames:
-    return DeclaredNames([*file["col_attrs"]], ["X", *sorted(file.get("layers", ()))])
+    layers = file.get("layers")
+    names = [] if layers is None or is_array(layers) else sorted(layers)
+    return DeclaredNames([*file["col_attrs"]], ["X", *names])
 
 
 def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
@@ -130,8 +123,15 @@ def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str
             is_number = array.dtype.kind in REAL and array.shape == (length,)
             columns[name] = native(array[()]) if is_number else _read_texts(path, array, f"{where}/{name}", length)
     there = [name for name in names if name in columns]
-    if not there:
-        raise DataError(f"{path}: {where} has no names; expected one of {', '.join(names)}, got {', '.join(columns)}")
+    if not there:  # the only text whose values differ names them, whatever it is called
+        texts = [name for name, values in columns.items() if isinstance(values, list)]
+        there = [name for name in texts if len({*columns[name]}) == length]
+    if len(there) != 1 and not {*there} & {*names}:
+        found = f"{len(there)} attributes of unique text" if there else "no attribute of unique text"
+        raise DataError(
+            f"{path}: {where} has no names; expected one of {', '.join(names)}, or one attribute of unique text, got "
+            f"{found}: {', '.join(columns)}"
+        )
     index = next((name for name in there if len(np.unique(columns[name])) == length), there[0])
     return pd.DataFrame(columns, index=pd.Index([str(text) for text in columns[index]], dtype=object))
 

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import pandas as pd
-
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
+from cellmill.data.inputs.grouped import MODES
 from cellmill.data.inputs.h5_walk import check_walk
-from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.prepare.obs import check_labels, name_columns
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, require_known
@@ -54,9 +52,8 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     """Check one input, and return the obs columns that its preprocessed cells will have."""
     path, known, kept = Path(dataset.path), names.columns, corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
-    if (cells := names.cells()) is not None:
-        refuse_duplicates(where, "obs", pd.Index(cells, dtype=object))
-    require_known(dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)")
+    if dataset.counts not in MODES:  # columns of a matrix, which stage preprocess looks for
+        require_known(dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)")
     for column, owner in dataset.read_columns.items():
         require_known(column, known, f"{where} has no obs column {column!r} ({owner})")
     for column in kept or ():

@@ -5,8 +5,8 @@
     quants_mat.mtx     quants_mat_rows.txt  quants_mat_cols.txt                  cells in rows: alevin-fry
     count_matrix.mtx   all_genes.csv  cell_metadata.csv                          cells in rows: Parse
 
-Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to the matrix with which
-its name shares most words from the first on, so that files of several samples in one folder are not mixed.
+Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to the matrix with
+which its name shares most words from the first on, so that files of several samples in one folder are not mixed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def is_matrix(path: Path) -> bool:
 
 
 def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
-    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, saying which one is short or missing."""
+    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, naming the one that is short."""
     tables = list(_tables_of(matrix, max(n_rows, n_columns)))
     choices = list(_choices(matrix, tables, n_rows, n_columns))
     if not choices:
@@ -130,7 +130,7 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
         if difference:
             faults.append(f"{table.path.name} has {abs(difference):,} {'more' if difference > 0 else 'fewer'}")
     return (
-        f"{matrix}: has {n_rows:,} rows and {n_columns:,} columns, {genes.path.name} names {genes.n_rows():,} genes and "
-        f"{cells.path.name} {cells.n_rows():,} cells: {' and '.join(faults)}; is it from another matrix, such as the "
-        "raw or the filtered one?"
+        f"{matrix}: has {n_rows:,} rows and {n_columns:,} columns, {genes.path.name} names {genes.n_rows():,} genes "
+        f"and {cells.path.name} {cells.n_rows():,} cells: {' and '.join(faults)}; is it from another matrix, such as "
+        "the raw or the filtered one?"
     )

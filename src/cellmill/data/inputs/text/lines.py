@@ -49,7 +49,7 @@ def _read_piece(
     if parse is not None:
         most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
         rows, columns = np.empty(most, np.int32), np.empty(most, np.int32)
-        values = np.empty(most, dtype)
+        values: np.ndarray = np.empty(most, dtype)
         n = parse(np.frombuffer(piece, np.uint8), rows, columns, values, *shape, _POWERS, dtype is np.int64)
         if n >= 0:
             return rows[:n], columns[:n], values[:n]

@@ -24,18 +24,26 @@ _WORDS = {  # in the name of a file
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
 }
 _HEADERS = frozenset(
-    "gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols feature features "
-    "feature_id feature_name feature_type feature_types ensembl ensembl_id ensembl_gene_id hgnc_symbol barcode "
-    "barcodes cell cells cell_id cellid cell_barcode cell_name cb bc_wells x v1 v2 index name names id".split()
+    """
+    gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols hgnc_symbol
+    feature features feature_id feature_name feature_type feature_types ensembl ensembl_id ensembl_gene_id
+    barcode barcodes cell cells cell_id cellid cell_barcode cell_name cb bc_wells x v1 v2 index name names id
+    """.split()  # noqa: SIM905 - a table of words
 )
-_HEADER_WORDS = frozenset("gene genes symbol symbols barcode barcodes cell cells feature features name names id".split())
+_HEADER_WORDS = frozenset(
+    "gene genes symbol symbols barcode barcodes cell cells feature features name names id".split()  # noqa: SIM905
+)
 _ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
 _BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
 _SAMPLE = 200  # rows that are looked at
 _CHUNK = 1 << 20  # bytes
 _TENX_TYPES = frozenset(
-    ("gene expression", "antibody capture", "crispr guide capture", "crispr direct capture", "peaks", "custom")
-    + ("multiplexing capture", "antigen capture", "vdj", "vdj-t", "vdj-b", "cell hashing")
+    """
+    gene expression|antibody capture|crispr guide capture|crispr direct capture|peaks|custom|multiplexing capture
+    |antigen capture|vdj|vdj-t|vdj-b|cell hashing
+    """.replace("\n    ", "")
+    .strip()
+    .split("|")
 )
 
 
