@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cellmill import __version__
-from cellmill.config.datasets import ObsColumns, input_path
+from cellmill.config.datasets import COUNTS_RULES, ObsColumns, input_path
 from cellmill.config.machine import Machine
 from cellmill.config.options import OPTIONS
 from cellmill.config.section import description
@@ -108,6 +108,8 @@ RUN = [option("run", "name of the run", metavar="RUN"), value("--results", Path(
 INPUT = [
     option("--input", f"preprocessed or raw counts: {FORMATS}", type=input_path, **NEEDED),
     value("--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file"),
+    option("--counts-rule", "estimated counts with fractions: refuse, round, or stochastic, a draw that keeps sums",
+           choices=COUNTS_RULES, default="refuse"),
 ]
 EMBEDDED = [
     *INPUT,
@@ -144,7 +146,6 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *stage("corpus"), *INPUT,
         option("--dataset", "name of the dataset", **NEEDED),
         *(option(_flag(name), description(ObsColumns, name)) for name in ObsColumns.model_fields),
-        option("--round-counts", "round fractional counts", **YES),
         option("--source", "origin of the data, for the report", default=""),
         option("--licence", "licence of the data, for the report", default=""),
         *files(report="the QC report (.json) to write", out=H5AD)),

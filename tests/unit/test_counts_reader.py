@@ -121,7 +121,10 @@ def spoil(value: float, dtype: type = np.float32) -> np.ndarray:
 
 
 NO_OTHER = "the file has no other matrix; use a file with raw counts"
-NORMALISED = f"is fractional: it looks normalised; {NO_OTHER}"
+ESTIMATED = (
+    "is fractional: it looks like estimated counts, as of RSEM, SoupX, CellBender or an EM algorithm; set counts_rule "
+    "to stochastic or round, if they are counts"
+)
 AT = "(cell 'cell_1', gene 'gene_2')"
 
 
@@ -129,9 +132,9 @@ AT = "(cell 'cell_1', gene 'gene_2')"
     ("matrix", "text"),
     [
         (spoil(-1), f"-1 {AT} is negative: it looks scaled; {NO_OTHER}"),
-        (spoil(2.5), f"2.5 {AT} {NORMALISED}"),
-        (spoil(1.0000001), f"1.0000001 {AT} {NORMALISED}"),  # a fraction is shown with all its digits
-        (spoil(1234567.5, np.float64), f"1234567.5 {AT} {NORMALISED}"),
+        (spoil(2.5), f"2.5 {AT} {ESTIMATED}"),
+        (spoil(1.0000001), f"1.0000001 {AT} {ESTIMATED}"),  # a fraction is shown with all its digits
+        (spoil(1234567.5, np.float64), f"1234567.5 {AT} {ESTIMATED}"),
         (
             np.log1p(3 * np.eye(3)),
             f"1.38629 (cell 'cell_0', gene 'gene_0') is fractional: it looks log-transformed; {NO_OTHER}",

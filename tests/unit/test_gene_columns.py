@@ -13,7 +13,7 @@ from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.columns import choose_names
 from cellmill.data.genes.lookup import match_names
 from cellmill.data.genes.names import match_columns
-from cellmill.data.genes.tables import gene_table
+from cellmill.data.genes.tables import gene_table, orthologs
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 from tests.unit.test_preprocess import run
@@ -234,3 +234,30 @@ def test_a_model_reads_genes_from_the_column_that_has_them(tmp_path: Path, make_
     with open_counts(written(tmp_path, COUNTS, var)) as reader:
         target = match_columns(reader, vocabulary).target
     assert target.tolist() == vocabulary.rows_of(IDS).tolist()
+
+
+def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) -> None:
+    mouse, to_mouse = gene_table("mouse"), orthologs("human", "mouse")
+    human = written(tmp_path, COUNTS, pd.DataFrame(index=SYMBOLS))
+    line = "its genes are of human, the model's of mouse: they are matched by orthologs"
+    for panel in ([to_mouse[gene] for gene in IDS if gene in to_mouse], sorted(mouse.protein_coding)[:N_GENES]):
+        own = make_h5ad(sp.csr_matrix(COUNTS[:, : len(panel)]), genes=[mouse.symbols[gene] for gene in panel])
+        run(own, tmp_path / "mouse.h5ad", organism="mouse")
+        vocabulary = build_vocabulary([tmp_path / "mouse.h5ad"])
+        with open_counts(own) as reader:
+            assert match_columns(reader, vocabulary).mismatch is None
+        with open_counts(human) as reader:
+            if panel[0] in to_mouse.values() and {*panel} <= {to_mouse.get(gene) for gene in IDS}:
+                assert match_columns(reader, vocabulary).mismatch == line
+                continue
+            with pytest.raises(DataError, match=f"no genes in common with the model: {line}, and none is left"):
+                match_columns(reader, vocabulary)
+
+
+def test_a_model_says_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> None:
+    run(make_h5ad(sp.csr_matrix(COUNTS), genes=IDS), tmp_path / "plain.h5ad")
+    vocabulary = build_vocabulary([tmp_path / "plain.h5ad"])
+    twice = [*SYMBOLS, f"{SYMBOLS[0]}-1"]
+    with open_counts(written(tmp_path, COUNTS[:, [*range(60), 0]], pd.DataFrame(index=twice))) as reader:
+        notes = match_columns(reader, vocabulary).notes
+    assert notes[-1] == f"2 names are of 1 genes: their counts are summed, as {SYMBOLS[0]}, {twice[-1]} of {IDS[0]}"

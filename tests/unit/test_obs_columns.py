@@ -233,21 +233,3 @@ def test_names_of_options_are_looked_for_before_anything_runs(raw: Path, check: 
     assert str(caught.value).startswith(message.format(raw=raw))
     check("not-made-yet.h5ad", options, **columns)  # left to stage preprocess
     check(raw, "shard: {split_by: donor}", donor="lane", label="guide")  # a column that the table gives is known
-
-
-def test_fractional_counts_are_rounded_when_asked_and_normalised_ones_are_not(make_h5ad: Make, tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    estimated = np.round(random.poisson(20, (30, 6)) + random.normal(0, 0.2, (30, 6)), 3).clip(0)
-    logged = np.log1p(estimated)
-    shares = (estimated * (1e4 / estimated.sum(axis=1, keepdims=True))).astype(np.float64)
-    with open_counts(make_h5ad(sp.csr_matrix(estimated), "rsem.h5ad")) as reader:
-        reader.round_counts = True
-        got = sp.vstack(list(reader.rows(7))).toarray()
-    assert (got == np.rint(estimated)).all()
-    for matrix, looks in ((logged, "log-transformed"), (shares, "normalised: all cells have one sum")):
-        with open_counts(make_h5ad(sp.csr_matrix(matrix), f"{looks[:3]}.h5ad")) as reader:
-            reader.round_counts = True
-            with pytest.raises(DataError, match=f"is for counts: it looks {looks}"):
-                list(reader.rows())
-    with open_counts(tmp_path / "rsem.h5ad") as reader, pytest.raises(DataError, match="is fractional"):
-        list(reader.rows())

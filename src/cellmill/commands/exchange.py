@@ -80,11 +80,18 @@ def _data(corpus: ReportedCorpus) -> list[str]:
     manifest = corpus.manifest or {}
     trained = (manifest.get("obs_levels", {}).get("dataset") or {}).get("levels")
     lines = ["", "## Data", "| dataset | source | licence | SHA-256 of the input | cells |", "|---|---|---|---|---|"]
+    rounded: list[str] = []
     for dataset in corpus.datasets:
         if trained is None or dataset["dataset"] in trained:
             source = dataset["source"]
             texts = (dataset["dataset"], source["source"] or "not said", source["licence"] or "not said")
             lines.append(f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |")
+            if "counts_rule" in source:
+                rounded.append(
+                    f"{_cell(dataset['dataset'])}: {source['n_rounded']:,} estimated counts had fractions and were "
+                    f"rounded (`counts_rule: {source['counts_rule']}`)."
+                )
+    lines += ["", *rounded] if rounded else []
     return [*lines, "", f"Fingerprint of the shards: `{manifest.get('fingerprint', 'unknown')}`."]
 
 

@@ -9,7 +9,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
@@ -111,6 +111,9 @@ class ObsColumns(Section):
         return {name: ", ".join(named) for name, named in owners.items()}
 
 
+CountsRule = Literal["refuse", "round", "stochastic"]
+COUNTS_RULES: tuple[CountsRule, ...] = get_args(CountsRule)
+
 NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles
 
 
@@ -162,7 +165,10 @@ class Dataset(ObsColumns):
     without braces and < >."""
     counts: str = "X"
     """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file."""
-    round_counts: bool = Field(False, description="Round fractional counts, as of RSEM and SoupX, to whole numbers.")
+    counts_rule: CountsRule = "refuse"
+    """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and alevin): refuse; round to
+    the nearest whole number; or stochastic, a reproducible draw of one of the two nearest that keeps the expectation of
+    each value and the sum of each cell. Logarithms, normalised and imputed values are always refused."""
     organism: Literal["human", "mouse", "none"] | None = None
     """preprocess.organism of this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")

@@ -113,7 +113,9 @@ class JobFiles:
         dataset = self.dataset(wildcards)
         given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-        return words + ["--round-counts"] * dataset.round_counts
+        if dataset.counts_rule != "refuse":
+            words.append(f"--counts-rule={dataset.counts_rule}")
+        return words
 
     def label_maps(self, wildcards: Wildcards) -> list[str]:
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))

@@ -11,6 +11,7 @@ Text columns are normalised because pandas 3 stores text as `str` and keeps miss
 
 from __future__ import annotations
 
+import hashlib
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,25 @@ def rank_order_rows(
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
         counts[part].take(order, out=ranked_counts[part], mode="clip")
     return ranked, ranked_counts
+
+
+def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
+    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); twice as fast `in_place`."""
+    mixed = values if in_place else values.copy()
+    shifted = np.empty_like(mixed)
+    mixed += np.uint64(0x9E3779B97F4A7C15)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        np.right_shift(mixed, np.uint64(bits), out=shifted)
+        mixed ^= shifted
+        if factor > 1:
+            mixed *= np.uint64(factor)
+    return mixed
+
+
+def hash_text(text: str, seed: int = 0) -> int:
+    """64-bit hash of a text, the same on every machine."""
+    key = seed.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:

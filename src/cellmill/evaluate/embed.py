@@ -78,6 +78,7 @@ class Embedding:
     lost_frac: float  # fraction of the file's counts on genes whose names are not known
     lost_names: tuple[str, ...]  # those with most of these counts
     absent_columns: tuple[str, ...]  # covariates of the model that the file has no obs column of
+    gene_notes: tuple[str, ...] = ()  # lines on how the names of the file's genes were read
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
@@ -163,13 +164,13 @@ def embed_cells(
     if (frac := float(totals[0] / totals[1])) < (least := section.min_coverage_frac):
         raise DataError(
             f"{reader.path}: {frac:.1%} of its counts fall on genes that the model knows, embed.min_coverage_frac is "
-            f"{least:g}; use a model of these genes, or lower it (--min-coverage-frac)"
+            f"{least:g}; {_advice(columns, '--min-coverage-frac')}"
         )
     genes = gene_coverage(columns, vocabulary)
     if genes.expressed_frac < (least := section.min_expressed_frac):
         raise DataError(
-            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is {least:g}; use a model of these genes, "
-            "or lower it (--min-expressed-frac)"
+            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is {least:g}; "
+            f"{_advice(columns, '--min-expressed-frac')}"
         )
     reader.warn_if_rounded()
     lost = sorted(unnamed, key=lambda column: -of_columns[column])
@@ -180,8 +181,15 @@ def embed_cells(
         genes=genes,
         lost_frac=float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
+        gene_notes=columns.notes if columns.mismatch is None else (f"warning: {columns.mismatch}", *columns.notes),
         absent_columns=tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs),
     )
+
+
+def _advice(columns: GeneColumns, option: str) -> str:
+    if columns.mismatch is not None:
+        return f"{columns.mismatch}; use a model of that organism, or one trained on both"
+    return f"use a model of these genes, or lower it ({option})"
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
@@ -213,7 +221,7 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
 
 def limits_of(embedding: Embedding) -> list[str]:
     """Lines on what limits the use of the vectors."""
-    lines = []
+    lines = [*embedding.gene_notes]
     if line := lost_counts(embedding.lost_frac, embedding.lost_names):
         lines.append(line)
     if embedding.genes.expressed_frac < FEW:

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
@@ -43,7 +44,14 @@ from cellmill.train.telemetry import memory_bytes
 
 
 def embed(
-    *, options: EmbedOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
+    *,
+    options: EmbedOptions,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path,
+    append: bool = False,
+    counts_rule: CountsRule = "refuse",
 ) -> None:
     """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may be a URL.
 
@@ -53,6 +61,7 @@ def embed(
     network, vocabulary, tokens, config = load_for_inference(model)
     started = time.perf_counter()
     with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
         embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
     seconds, peak_gb = time.perf_counter() - started, memory_bytes(next(network.parameters()).device)[0] / 1e9
     about = {
@@ -230,13 +239,21 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
 
 
 def predict(
-    *, options: PredictOptions, model: Path, input: Path | str, counts: str, out: Path, append: bool = False
+    *,
+    options: PredictOptions,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path,
+    append: bool = False,
+    counts_rule: CountsRule = "refuse",
 ) -> None:
     """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and `append` as in `embed`."""
     path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     smallest = thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
         embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
     predicted = predict_heads(network, config, embedding, smallest)
     write_prediction(out, obs, predicted, path if append else None)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from cellmill.config.corpus import is_fasta
-from cellmill.config.datasets import NO_COLUMNS, ObsColumns, redacted
+from cellmill.config.datasets import NO_COLUMNS, CountsRule, ObsColumns, redacted
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
@@ -54,7 +54,7 @@ def preprocess(
     counts: str,
     dataset: str,
     columns: ObsColumns = NO_COLUMNS,
-    round_counts: bool = False,
+    counts_rule: CountsRule = "refuse",
     source: str = "",
     licence: str = "",
     out: Path,
@@ -68,7 +68,7 @@ def preprocess(
     path = local_input(input)
     before = state_of(path)
     with open_dataset(path, counts) as reader:
-        reader.round_counts = round_counts
+        reader.counts_rule = counts_rule
         prepare = preprocess_sequences if reader.ordered else preprocess_cells
         qc = prepare(reader, options.preprocess, out, columns)
         reader.warn_if_rounded()
@@ -76,12 +76,15 @@ def preprocess(
     if state_of(path) != before:
         out.unlink()
         raise DataError(f"{path}: it changed while it was read; run preprocess again")
-    origin |= {"round_counts": True} if round_counts else {}
+    if reader.n_rounded:
+        origin |= {"counts_rule": counts_rule, "n_rounded": reader.n_rounded}
     origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
     write_json(report, {"dataset": dataset, "source": origin, **qc})
     cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
+    if reader.n_rounded:
+        print(f"{dataset}: {reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})")
     for note in coverage.get("notes", ()):
         print(f"{dataset}: {note}")
     if "counts_frac" in coverage and coverage["organism"] is not None:

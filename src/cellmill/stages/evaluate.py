@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import Evaluate, check_transfer
 from cellmill.config.options import EvaluateOptions, KnockOutOptions
 from cellmill.config.parts.tasks import PerturbationConfig
@@ -333,13 +334,22 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
     return {work.name: results[work.name] for work in works}
 
 
-def knock_out(*, options: KnockOutOptions, model: Path, input: Path | str, counts: str, out: Path) -> None:
+def knock_out(
+    *,
+    options: KnockOutOptions,
+    model: Path,
+    input: Path | str,
+    counts: str,
+    out: Path,
+    counts_rule: CountsRule = "refuse",
+) -> None:
     """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out` (.h5ad)."""
     check_h5ad(out, "--out")
     path, section = local_input(input), options.knock_out
     refuse_overwriting(out, [("--input", path)])
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
+        reader.counts_rule = counts_rule
         shifts, embedding = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
     shifts.uns["cellmill"] = {
         "model_digest": sha256_file(model / "model.safetensors"),

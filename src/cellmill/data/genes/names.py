@@ -7,7 +7,7 @@ maps to none.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -32,6 +32,8 @@ LOST_NAMES = 5  # that such a warning names
 SEPARATOR = "+"
 """Between the genes of one perturbation."""
 
+FITS_WELL = 0.5
+"""Share of a file's names that are genes of an organism, above which the file is taken for one of that organism."""
 _EXAMPLES = 10
 _OTHER_FEATURES = re.compile(
     r"antibody|antigen|crispr|guide|multiplex|hashtag|peak|chromatin|custom|sample.?tag|vdj|cmo"
@@ -108,6 +110,8 @@ class GeneColumns(NamedTuple):
     measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
     ordered: bool = False  # rows are sequences, and all columns are residues
     unnamed: np.ndarray | None = None  # measured columns whose name is not one of a gene; bool, None if all are
+    notes: tuple[str, ...] = ()  # lines on how the names were read
+    mismatch: str | None = None  # line on genes of another organism than the model's
 
 
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
@@ -170,7 +174,7 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
     gene_ids = [known.get(gene, "") for gene in mapped.gene_ids]
     names = [symbols.get(gene, gene) or old for gene, old in zip(gene_ids, mapped.symbols)]
     coverage = replace(mapped.coverage, reference=reference, orthologs=sum(map(bool, gene_ids)))
-    return mapped._replace(gene_ids=gene_ids, symbols=names, coverage=coverage)
+    return MappedGenes(gene_ids, names, mapped.is_mito, coverage, mapped.names, mapped.conflict)
 
 
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
@@ -198,17 +202,28 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
 def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     measured = is_expression(reader.var)
     rows = np.flatnonzero(measured)
-    best, most = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured), (0, 0)
-    for gene_ids in _readings([reader.var_names[row] for row in rows], reader.var.iloc[rows], vocabulary):
+    names = [reader.var_names[row] for row in rows]
+    best = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured)
+    most = (0, 0)
+    mismatch = None
+    for reading in _readings(names, reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
-        target[rows] = vocabulary.rows_of(gene_ids)
+        target[rows] = vocabulary.rows_of(reading.gene_ids)
         known = target[target >= 0]
-        if (matched := (len(np.unique(known)), len(known))) > most:
+        matched = (len(np.unique(known)), len(known))
+        if matched > most:
             unnamed = np.zeros(reader.n_vars, bool)
-            unnamed[rows] = [not gene for gene in gene_ids]
-            best, most = GeneColumns(target, measured, unnamed=unnamed if unnamed.any() else None), matched
+            unnamed[rows] = [not gene for gene in reading.gene_ids]
+            notes = (*reading.notes, *describe_sums(_carriers(reading.gene_ids, names)))
+            best = GeneColumns(
+                target, measured, unnamed=unnamed if unnamed.any() else None, notes=notes, mismatch=reading.mismatch
+            )
+            most = matched
+        mismatch = reading.mismatch or mismatch
         if len(known) == len(rows):
             break  # no table can match more
+    if most == (0, 0) and mismatch is not None:
+        raise DataError(f"{reader.path}: no genes in common with the model: {mismatch}, and none is left")
     if most == (0, 0):
         first = next(iter(reader.var_names), None)
         raise DataError(
@@ -218,18 +233,44 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     return best
 
 
-def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[list[str]]:
+class _Reading(NamedTuple):
+    """Names of a file as genes, in one of several ways."""
+
+    gene_ids: list[str]
+    notes: tuple[str, ...] = ()
+    mismatch: str | None = None  # as in GeneColumns
+
+
+def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[_Reading]:
     """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
     if (vocabulary.rows_of(names) >= 0).all():  # as of preprocessed cells: no table is read
-        yield names
+        yield _Reading(names)
         return
     known = _organisms(vocabulary)
+    best_frac = 0.0
     for organism in known:
-        yield map_genes(names, var, organism).gene_ids
-    yield names
-    if len(known) == 1:
-        for organism in {*ORGANISMS} - {*known}:
-            yield map_orthologs(map_genes(names, var, organism), known[0]).gene_ids
+        mapped = map_genes(names, var, organism)
+        best_frac = max(best_frac, mapped.coverage.frac)
+        yield _Reading(mapped.gene_ids, tuple(describe_changes(mapped.coverage)))
+    yield _Reading(names)
+    if len(known) != 1 or best_frac > FITS_WELL:
+        return
+    for organism in {*ORGANISMS} - {*known}:
+        mapped = map_genes(names, var, organism)
+        mismatch = None
+        if mapped.coverage.frac > max(best_frac, FITS_WELL):
+            mismatch = f"its genes are of {organism}, the model's of {known[0]}: they are matched by orthologs"
+        gene_ids = map_orthologs(mapped, known[0]).gene_ids
+        yield _Reading(gene_ids, tuple(describe_changes(mapped.coverage)), mismatch)
+
+
+def _carriers(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Names of the rows of `var` by gene, of genes that several rows have."""
+    carriers: dict[str, list[str]] = {}
+    for gene, name in zip(gene_ids, names):
+        if gene:
+            carriers.setdefault(gene, []).append(name)
+    return {gene: found for gene, found in carriers.items() if len(found) > 1}
 
 
 def _organisms(vocabulary: Vocabulary) -> list[str]:
@@ -252,6 +293,16 @@ def describe_changes(coverage: Coverage) -> list[str]:
         repeats = f"repeat another name with a suffix that made them unique, as {name!r} repeats {stem!r}"
         lines.append(f"{len(coverage.made_unique):,} names {repeats}: their counts are added to its gene")
     return lines
+
+
+def describe_sums(summed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Line on genes that several rows of `var` name; `summed` are these names by gene."""
+    if not summed:
+        return []
+    n_rows = sum(map(len, summed.values()))
+    gene, names = next(iter(summed.items()))
+    example = f"{', '.join(names[:LOST_NAMES])} of {gene}"
+    return [f"{n_rows:,} names are of {len(summed):,} genes: their counts are summed, as {example}"]
 
 
 def lost_counts(frac: float, names: Sequence[str]) -> str | None:

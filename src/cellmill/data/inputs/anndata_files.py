@@ -22,11 +22,12 @@ from zarr.storage import ZipStore
 from cellmill.data.arrays import text_index
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.matrices import DenseMatrix, MemoryMatrix, SparseMatrix, checked_shape, is_array, size_problem
-from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
+from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH, CountSource, DeclaredNames, Format, require_matrix
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
+NOTES = "uns/cellmill"  # of preprocessed cells: text on what was done to their counts
 RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
 _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
@@ -50,7 +51,22 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     if ordered and (isinstance(matrix, DenseMatrix) or matrix.by_gene):
         raise DataError(f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again")
     others = [name for name in known if name != counts]
-    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ordered and RANKED in file)
+    ranked = ordered and RANKED in file
+    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ranked, recorded=_read_record(file))
+
+
+def _read_record(file: Any) -> dict[str, str]:
+    """Texts in uns/cellmill, by name; none from a file of other tools."""
+    recorded: dict[str, str] = {}
+    group = file.get(NOTES)
+    if group is None or is_array(group):
+        return recorded
+    for name in (COUNTS_RULE, GENE_LENGTH):
+        value: Any = group.get(name)
+        if is_array(value) and value.shape == ():
+            text = value[()]
+            recorded[name] = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return recorded
 
 
 def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:

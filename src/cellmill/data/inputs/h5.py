@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import h5py
@@ -169,13 +170,15 @@ def write_cells(
     ordered: bool = False,
     compression: Literal["gzip"] | None = None,
     ranked: bool = False,
+    recorded: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
     `obs` may be a function, called after the last block. `blocks` are rows of X in order, columns in any order within a
     row; one is held in memory at a time. With `nnz`, the number of all values, arrays are contiguous and aligned to
     4,096 bytes, or with `compression` in chunks of 4,096 values; without it they grow in chunks. `ordered` rows are
-    sequences, `ranked` ones genes in rank order. Raises OSError naming `path`, which stays as it was, on a full disk.
+    sequences, `ranked` ones genes in rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which
+    stays as it was, on a full disk.
     """
     layout: dict[str, Any] = {"shape": (nnz,)}
     if nnz is None:
@@ -206,7 +209,7 @@ def write_cells(
         assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
         shape = np.array([n_rows, len(var)], np.int64)
         group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
-        kinds = {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
+        kinds = dict(recorded) | {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
         _write_parts(file, {"obs": frame, "var": var, "uns": {"cellmill": kinds} if kinds else {}})
 
 

@@ -10,6 +10,7 @@ brain). Counts downsampled to one depth share the second sign, so it is a warnin
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.datasets import CountsRule
 from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated
+from cellmill.data.fractions import StochasticRounding, describe_fractions
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, require_known
 
@@ -60,7 +63,6 @@ class RoundedCounts:
         return None
 
 
-_LOG_MAX = 15.0  # exp(15) is 3 million: no log-transformed count is larger, few other normalisations stay below
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
@@ -73,13 +75,15 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     """
 
     dataset: str | None = None  # its name, where the stem of `path` is another
-    round_counts: bool = False  # set before `rows`: fractional values become the nearest whole number
+    counts_rule: CountsRule = "refuse"  # set before `rows`: what becomes of estimated counts, which have fractions
+    n_rounded = 0  # number of values with fractions in the rows that were read last
 
     def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
         self.path, self.counts, self.obs, self.var = source.path, source.counts, source.obs, source.var
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
+        self.recorded = source.recorded
         self._source, self.close = source, close or source.close
         self.matches: dict[str, Any] = {}  # of `names.match_columns`, by the digest of the vocabulary
         self._rounded = RoundedCounts()
@@ -98,7 +102,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
         May be called again. Raises DataError naming cell and gene of the first value that is not a count, or damage.
         """
-        first = 0
+        first = self.n_rounded = 0
         for matrix in self._source.matrix.blocks(block):
             values = self._whole_numbers(matrix, first)
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
@@ -122,7 +126,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             )
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, uint32, rounded if requested. Raises DataError for values that are not counts."""
+        """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that are not counts."""
         values, hint = matrix.data, f"; {self._elsewhere()}"
         if values.dtype in (np.float32, np.float64):
             with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
@@ -135,21 +139,35 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             self._refuse(~np.isfinite(values), "is not finite", "; counts are whole numbers from 0", matrix, first)
         if values.dtype.kind in "if":
             self._refuse(values < 0, "is negative", f": it looks scaled{hint}", matrix, first)
-        if values.dtype.kind == "f" and (fractional := values != np.floor(values)).any():
-            logs = values.max() < _LOG_MAX and 2 * np.count_nonzero(fractional) > np.count_nonzero(values)
-            looks = "log-transformed" if logs else "normalised"
-            if not self.round_counts:
-                self._refuse(fractional, "is fractional", f": it looks {looks}{hint}", matrix, first)
-            sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
-            sums = sums[sums > 0]
-            if logs or (len(sums) > 1 and np.ptp(sums) < 1e-3 * sums[0]):
-                looks += "" if logs else ": all cells have one sum"
-                fault = f"is fractional, and rounding (round_counts) is for counts: it looks {looks}"
-                self._refuse(fractional, fault, hint, matrix, first)
-            values = np.rint(values)  # halves to even
+        if values.dtype.kind == "f":
+            fractional = values != np.floor(values)
+            if fractional.any():
+                values = self._rounded_values(matrix, fractional, first)
         if len(values) and values.max() > MAX_COUNT:
             self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
         return values.astype(np.uint32)
+
+    def _rounded_values(self, matrix: sp.csr_matrix, fractional: np.ndarray, first: int) -> np.ndarray:
+        """Whole numbers for estimated counts. Raises DataError for other values, and if `counts_rule` is refuse."""
+        looks = describe_fractions(matrix)
+        if self.counts_rule == "refuse":
+            remedy = f": it looks {looks.text}"
+            if looks.may_be_counts:
+                remedy += "; set counts_rule to stochastic or round, if they are counts"
+            if self._source.others or not looks.may_be_counts:
+                remedy += f"; {self._elsewhere()}"
+            self._refuse(fractional, "is fractional", remedy, matrix, first)
+        if not looks.may_be_counts:
+            fault = f"is fractional, and counts_rule {self.counts_rule} is for estimated counts: it looks {looks.text}"
+            self._refuse(fractional, fault, f"; {self._elsewhere()}", matrix, first)
+        self.n_rounded += int(fractional.sum())
+        if self.counts_rule == "round":
+            return np.rint(matrix.data)  # halves to even
+        return self._draw.round(matrix, first)
+
+    @cached_property
+    def _draw(self) -> StochasticRounding:
+        return StochasticRounding(self.dataset or self.path.name, self.var_names)
 
     def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
         if not bad.any():

@@ -18,6 +18,10 @@ from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, require_known
 
 COUNTS = "the dataset's `counts`"  # where a user says which matrix
+COUNTS_RULE = "counts_rule"
+"""Record of preprocessed cells: how their estimated counts were rounded."""
+GENE_LENGTH = "gene_length"
+"""Record of preprocessed cells: how many of them had their counts divided by the lengths of genes."""
 
 
 @dataclass
@@ -36,6 +40,7 @@ class CountSource:
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
     option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
+    recorded: dict[str, str] = field(default_factory=dict)  # of preprocessed cells, by COUNTS_RULE and others
     close_file: Callable[[], None] = lambda: None
     notes: list[str] = field(default_factory=list)  # sentences for the user on how the file was read
 

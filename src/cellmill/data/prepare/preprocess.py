@@ -29,10 +29,12 @@ from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import row_sums, select_columns, select_rows, text_values
 from cellmill.data.genes.families import describe_names
 from cellmill.data.genes.names import (
+    FITS_WELL,
     LOST_NAMES,
     Coverage,
     MappedGenes,
     describe_changes,
+    describe_sums,
     is_expression,
     map_genes,
     map_orthologs,
@@ -40,6 +42,7 @@ from cellmill.data.genes.names import (
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.inputs.source import COUNTS_RULE
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import named_errors, progress
@@ -80,7 +83,6 @@ class RowSpill:
 
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
 _TYPES = 5  # of features, that a message lists
-_FITS_WELL = 0.5  # of a file's names, that are genes of another organism, to advise setting that
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
@@ -123,7 +125,10 @@ def preprocess_cells(
         passed = progress(passing.blocks(), f"preprocess {reader.path.stem}, writing", int((cells.reason < 0).sum()))
         blocks = _kept_rows(passed, keep_gene, cells)
         dtype, gzip = count_dtype(cells.largest), options.compression
-        write_cells(out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip)
+        recorded = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
+        write_cells(
+            out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip, recorded=recorded
+        )
     return _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
 
 
@@ -192,7 +197,7 @@ def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names:
     )
     others = {other: map_genes(names, var, other).coverage.frac for other in ORGANISMS if other != organism}
     other = max(others, key=lambda name: others[name])
-    if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, _FITS_WELL):
+    if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, FITS_WELL):
         raise DataError(f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}")
     unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
     text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
@@ -314,22 +319,12 @@ def _report(
             "summed": dict(islice(genes.summed.items(), 10)),
             "counts_frac": 1 - float(lost.sum()) / max(cells.total, 1),
             "lost_names": [genes.names[row] for row in most_lost],
-            "notes": [*describe_changes(coverage), *_describe_sums(genes)],
+            "notes": [*describe_changes(coverage), *describe_sums(genes.summed)],
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
         **distributions(options, measures, kept),
     }
-
-
-def _describe_sums(genes: Genes) -> list[str]:
-    """Line on genes that several rows of `var` name."""
-    if not genes.summed:
-        return []
-    n_rows = sum(map(len, genes.summed.values()))
-    gene, names = next(iter(genes.summed.items()))
-    example = f"{', '.join(names[:LOST_NAMES])} of {gene}"
-    return [f"{n_rows:,} names are of {len(genes.summed):,} genes: their counts are summed, as {example}"]
 
 
 def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:

@@ -21,7 +21,6 @@ unknown: a value that the corpus does not have. Where the corpus has cells witho
 a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ import numpy as np
 from cellmill.config import check_options
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.plugin import in_one_line
+from cellmill.data.arrays import hash_text, splitmix64
 from cellmill.data.shards.manifest import READ, REMEDY, Kind, Manifest
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
@@ -115,25 +115,6 @@ def open_vectors(folder: Path, shards: Manifest, verify: bool = False) -> tuple[
     if verify and (found := sha256_file(folder / TABLE)) != about.sha256:
         raise DataError(f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}")
     return about, {"train": table[:n_train], "val": table[n_train:]}
-
-
-def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
-    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); twice as fast `in_place`."""
-    mixed = values if in_place else values.copy()
-    shifted = np.empty_like(mixed)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        np.right_shift(mixed, np.uint64(bits), out=shifted)
-        mixed ^= shifted
-        if factor > 1:
-            mixed *= np.uint64(factor)
-    return mixed
-
-
-def hash_text(text: str, seed: int = 0) -> int:
-    """64-bit hash of a text, the same on every machine."""
-    key = seed.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
 
 
 def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from cellmill.config.corpus import SPLITS
+from cellmill.config.datasets import CountsRule
 from cellmill.config.plugin import in_one_line
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import as_places
@@ -86,6 +87,7 @@ class CorpusSummary(_Part):
     duplicates: dict[str, Count]  # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
     ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
     across_splits: Count  # number of cells of which another split has an equal one
+    counts_rules: dict[str, CountsRule] = {}  # by dataset, how its estimated counts were rounded
 
 
 class Manifest(CorpusSummary):
@@ -158,6 +160,8 @@ class Manifest(CorpusSummary):
     def write(self) -> None:
         """Write the file, atomically."""
         tree = {"format": FORMAT} | self.model_dump()
+        if not self.counts_rules:
+            del tree["counts_rules"]  # as in earlier versions
         write_json(self.path, tree | {"checksum": digest(tree)})
 
     def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -27,10 +27,12 @@ from pydantic import ConfigDict, Field
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.arrays import positions_in_rows, select_columns, text_values
+from cellmill.config.datasets import COUNTS_RULES
+from cellmill.data.arrays import hash_text, positions_in_rows, select_columns, splitmix64, text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, hash_text, open_array, splitmix64
+from cellmill.data.inputs.source import COUNTS_RULE
+from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
 from cellmill.data.stream.order import SHARDS, permutation
@@ -156,6 +158,7 @@ class _Scan:
     cells: np.ndarray  # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
     ordered: bool
     ranked: bool
+    counts_rule: str | None  # how estimated counts were rounded
 
 
 def remove_plan(folder: Path) -> None:
@@ -232,6 +235,9 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             obs_levels=obs_levels,
             obs_numbers=obs_numbers,
             ranked=any(scan.ranked for scan in scans),
+            counts_rules={
+                name: scan.counts_rule for name, scan in zip(names, scans) if scan.counts_rule in COUNTS_RULES
+            },
         )
         for path in folder.rglob("*.npy"):
             fsync(path)  # before plan.json, which says that they are complete
@@ -283,7 +289,8 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
                 )
             split_values = text_values(column.astype(object))
         dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
-        return _Scan(dtypes, split_values, np.concatenate(hashes), cells, reader.ordered, reader.ranked)
+        rule = reader.recorded.get(COUNTS_RULE)
+        return _Scan(dtypes, split_values, np.concatenate(hashes), cells, reader.ordered, reader.ranked, rule)
 
 
 def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:

@@ -1,0 +1,132 @@
+"""Values with fractions: what they look like, and how estimated counts become whole numbers.
+
+SoupX, CellBender, RSEM and the EM of STARsolo, alevin and kallisto write estimated counts, such as 3.72. Logarithms,
+normalised and imputed values have fractions too, and no rounding makes counts of them. They show it:
+
+    imputed        hardly a zero among the genes that the cells express, but values far below 1 or little variance
+    logarithms     exp(x) - 1, or 2^x - 1, are multiples of one unit in each cell, or have one sum in all cells
+    normalised     the values are multiples of one unit in each cell, or have one sum in all cells
+
+A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a cell are laid end
+to end, and a count is added wherever the line crosses k - u for a whole number k: each value is rounded up with the
+probability of its fraction, and the sum of the cell differs by less than 1. `u` and the order of the genes are hashes
+of seed, file, cell and gene, so the draw does not depend on blocks, on the order of columns, or on the machine.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.data.arrays import hash_text, splitmix64
+
+_CELLS = 200  # of a block, that are looked at
+_FEWEST = 5  # values of a cell; fewer say nothing
+_FEWEST_COLUMNS = 20
+_DENSE = 0.9  # share of nonzero values
+_SMALL = 0.5
+_MANY_SMALL = 0.1  # share of values below _SMALL, which a matrix of counts has as zeros
+_LEAST_DISPERSION = 0.5  # variance over mean of a gene, which is 1 or more for counts
+_MOSTLY = 0.5
+_MULTIPLE = 100.0  # largest multiple of a unit that is looked at: rounding errors grow with it
+_TOLERANCE = 0.02
+_CONSISTENT = 0.95  # share of a cell's values, and of the cells, that are multiples
+_ONE_SUM = 1e-3  # relative difference
+_LOG_MAX = 20.0  # 2^20 is a million, the sum of normalised values of a cell
+
+
+class Looks(NamedTuple):
+    """What values with fractions look like."""
+
+    text: str
+    may_be_counts: bool
+
+
+COUNTS = Looks("like estimated counts, as of RSEM, SoupX, CellBender or an EM algorithm", True)
+IMPUTED = Looks("imputed: hardly a value is zero, as after MAGIC or scVI", False)
+LOGARITHMS = Looks("log-transformed", False)
+NORMALISED = Looks("normalised", False)
+ONE_SUM = Looks("normalised: all cells have one sum", False)
+
+
+def describe_fractions(matrix: sp.csr_matrix) -> Looks:
+    """What a block of cells looks like, of which some values are fractional."""
+    cells = matrix[:_CELLS].astype(np.float64)
+    cells.eliminate_zeros()
+    values = cells.data
+    is_fractional = values != np.floor(values)
+    if is_fractional.mean() <= _MOSTLY:
+        return COUNTS
+    if _is_imputed(cells):
+        return IMPUTED
+    if values.max() < _LOG_MAX:
+        for exponential in (np.expm1, _exp2m1):
+            linear = sp.csr_matrix((exponential(values), cells.indices, cells.indptr), shape=cells.shape)
+            if _has_units(linear) or _has_one_sum(linear):
+                return LOGARITHMS
+    if _has_one_sum(cells):
+        return ONE_SUM
+    if _has_units(cells):
+        return NORMALISED
+    return COUNTS
+
+
+def _is_imputed(cells: sp.csr_matrix) -> bool:
+    genes = np.unique(cells.indices)
+    n_cells = cells.shape[0]
+    if len(genes) < _FEWEST_COLUMNS or n_cells < _FEWEST or cells.nnz < _DENSE * len(genes) * n_cells:
+        return False
+    dense = cells[:, genes].toarray()
+    dispersion = dense.var(axis=0) / dense.mean(axis=0)
+    return bool((cells.data < _SMALL).mean() > _MANY_SMALL or np.median(dispersion) < _LEAST_DISPERSION)
+
+
+def _exp2m1(values: np.ndarray) -> np.ndarray:
+    return np.exp2(values) - 1
+
+
+def _has_units(cells: sp.csr_matrix) -> bool:
+    """True if the values of nearly every cell are multiples of its smallest one, or of a half or third of that."""
+    shares = []
+    for start, stop in pairwise(cells.indptr.tolist()):
+        values = cells.data[start:stop]
+        if len(values) < _FEWEST:
+            continue
+        multiples = values / values.min()
+        multiples = multiples[multiples < _MULTIPLE]
+        shares.append(max(_share_of_whole(multiples * parts) for parts in (1, 2, 3)))
+    return bool(shares) and float(np.mean(np.array(shares) >= _CONSISTENT)) >= _CONSISTENT
+
+
+def _share_of_whole(values: np.ndarray) -> float:
+    return float((np.abs(values - np.rint(values)) < _TOLERANCE).mean())
+
+
+def _has_one_sum(cells: sp.csr_matrix) -> bool:
+    sums = np.asarray(cells.sum(axis=1)).ravel()
+    sums = sums[sums > 0]
+    return len(sums) > 1 and float(np.ptp(sums)) < _ONE_SUM * float(sums[0])
+
+
+class StochasticRounding:
+    """Keyed draw of whole numbers for the values of one file; `columns` are its genes."""
+
+    def __init__(self, file: str, columns: Sequence[str], seed: int = 0):
+        self._key = np.uint64(hash_text(file, seed))
+        self._genes = np.array([hash_text(name) for name in columns], np.uint64)
+
+    def round(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
+        """Values of `matrix`, whose first row is row `first` of the file, rounded up or down; float64."""
+        values = matrix.data.astype(np.float64)
+        whole = np.floor(values)
+        fractions = values - whole
+        for row, (start, stop) in enumerate(pairwise(matrix.indptr.tolist()), first):
+            cell_key = splitmix64(np.array([self._key ^ np.uint64(row)], np.uint64))
+            drawn = splitmix64(self._genes.take(matrix.indices[start:stop]) ^ cell_key)
+            order = np.lexsort((matrix.indices[start:stop], drawn))
+            offset = float(splitmix64(cell_key)[0] >> np.uint64(11)) * 2.0**-53
+            line = np.floor(np.cumsum(fractions[start:stop][order]) + offset)
+            whole[start:stop][order] += np.diff(line, prepend=0.0)
+        return whole
