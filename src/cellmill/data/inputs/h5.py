@@ -217,13 +217,19 @@ def write_anndata(file: h5py.File, adata: Any) -> None:
     """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses."""
     if adata.X is not None:
         import_module("anndata.io").write_elem(file, "X", adata.X)
-    _write_parts(file, {name: getattr(adata, name) for name in _PARTS})
+    parts = {name: getattr(adata, name) for name in ("obs", "var")}
+    for name in _MAPPINGS:
+        # anndata 0.13 lists X in `layers`, under the key None: X has an element of its own
+        parts[name] = {key: value for key, value in getattr(adata, name).items() if key is not None}
+    _write_parts(file, parts)
 
 
-_PARTS = ("obs", "var", "layers", "obsm", "obsp", "varm", "varp", "uns")
+_MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
 
 def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:
     write_elem = import_module("anndata.io").write_elem  # two fifths of a second, which a reader does not need
-    for name in _PARTS:
-        write_elem(file, name, plain_text(parts[name]) if name in ("obs", "var") else dict(parts.get(name, {})))
+    for name in ("obs", "var"):
+        write_elem(file, name, plain_text(parts[name]))
+    for name in _MAPPINGS:
+        write_elem(file, name, dict(parts.get(name, {})))
