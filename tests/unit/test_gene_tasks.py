@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
 from scipy.stats import pearsonr, spearmanr
+from sklearn.decomposition import PCA
+from sklearn.linear_model import RidgeCV
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from cellmill.config.evaluate import Evaluate
@@ -20,7 +23,8 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.task import Context, Skipped, run_task
+from cellmill.evaluate.task import Context, Skipped, TaskResult, run_task
+from cellmill.evaluate.tasks import imputation
 from cellmill.evaluate.tasks.genes import (
     GeneEmbedding,
     Grn,
@@ -35,10 +39,11 @@ from cellmill.evaluate.tasks.genes import (
 from cellmill.evaluate.tasks.imputation import (
     HiddenGenes,
     Imputation,
+    TrainingCells,
     expression_of_shares,
     expression_scores,
-    fitted,
     own_expression,
+    regressions,
 )
 from tests.unit.evaluated import make_context
 
@@ -275,16 +280,88 @@ def test_scores_are_those_of_scipy_and_undefined_for_a_constant() -> None:
     np.testing.assert_allclose(scores["MSE"], ((predicted - seen) ** 2).mean(1))
 
 
-def test_what_is_fitted_reads_no_expression_of_tested_cells() -> None:
+def test_regressions_are_those_of_scikit_learn_in_both_scalings() -> None:
     random = np.random.default_rng(0)
-    features, train, test = {"f": random.normal(size=(30, 4))}, np.arange(20), np.arange(20, 30)
-    seen = features["f"] @ random.normal(size=(4, 6))
-    found = fitted(features, seen, train, test, 3)
-    other = fitted(features, np.where(np.arange(30)[:, None] < 20, seen, 9), train, test, 3)
+    features = random.normal(size=(30, 4)) * [1, 1, 100, 0.01]
+    expression = features @ random.normal(size=(4, 6))
+    fitted, tested = features[:20], features[20:]
+    found = regressions({"f": fitted}, expression[:20], {"f": tested}, 3)
+    alphas = np.logspace(-2, 4, 13)
+    means, deviations = fitted.mean(0), fitted.std(0)
+    for ending, scale in (("", lambda values: (values - means) / deviations), (", unscaled", lambda values: values)):
+        ridge = RidgeCV(alphas).fit(scale(fitted), expression[:20]).predict(scale(tested))
+        np.testing.assert_allclose(found[f"f + ridge{ending}"], ridge)
+        for cell, own in enumerate(scale(tested)):
+            nearest = np.argsort(((scale(fitted) - own) ** 2).sum(1))[:3]
+            np.testing.assert_allclose(found[f"f + kNN{ending}"][cell], expression[nearest].mean(0))
+
+
+def tables(result: TaskResult) -> dict[str, dict[str, Any]]:
+    """Rows by name."""
+    return {row["name"]: row for row in result.rows}
+
+
+def test_a_decoder_that_copies_the_baseline_is_level(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder's place is taken by the slow, obvious baseline: ridge on PCA50 of the training shards' cells."""
+    manifest, genes = context.model.manifest, context.model.vocabulary.n_genes
+    shards = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
+    counts = np.asarray(sp.vstack(shards).todense(), np.float64)
+
+    def copied(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
+        shown = np.setdiff1d(np.arange(genes), hidden.genes)
+        measured = np.isin(np.arange(genes), context.measured_genes)
+        own = np.where(measured, counts, 0)
+
+        def profiles(of: np.ndarray) -> np.ndarray:
+            return np.log1p(1e4 * of / np.maximum(of.sum(1, keepdims=True), 1))
+
+        seen = profiles(own)[:, hidden.genes]
+        dense = np.asarray(hidden.of_vocabulary(hidden.counts).todense(), np.float64)
+        components = PCA(50, svd_solver="full").fit(profiles(own[:, shown]))
+        ridge = RidgeCV(np.logspace(-2, 4, 13)).fit(components.transform(profiles(own[:, shown])), seen)
+        return np.asarray(ridge.predict(components.transform(profiles(dense[:, shown]))))
+
+    monkeypatch.setattr(imputation, "own_expression", copied)
+    result = Imputation(CONFIG).run(context)
+    rows = tables(result)
+    for metric in ("Pearson by gene", "Spearman by gene", "Pearson by cell", "MSE"):
+        copy, baseline = (
+            rows[name][f"{metric}_mean"] for name in ("embedding + decoder", "PCA50 of visible genes + ridge, unscaled")
+        )
+        assert copy == pytest.approx(baseline, abs=2e-3)
+    by_gene = next(verdict for verdict in result.verdicts if verdict.metric == "Pearson of a gene over cells")
+    assert by_gene.outcome != "ahead"
+
+
+def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> None:
+    hidden = _hidden(context)
+    columns = np.isin(context.columns.target, hidden.genes)
+    other = hidden.counts.copy()
+    other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
+    changed = _hidden(context, other)
+    vectors = {"embedding": hidden.embedded(context.model.network), "untrained": np.ones((20, 16), np.float32)}
+    trained = TrainingCells.of(hidden)
+    assert trained is not None
+    assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
+    found, again = trained.predict(hidden, vectors, 3), trained.predict(changed, vectors, 3)
+    assert "PCA50 of visible genes + ridge" in found
     for name, values in found.items():
-        np.testing.assert_array_equal(values, other[name])
-    np.testing.assert_allclose(found["f + ridge"], seen[test], atol=0.02)
-    np.testing.assert_array_equal(found["gene means"], np.tile(seen[:20].mean(0), (10, 1)))
+        np.testing.assert_array_equal(values, again[name])
+
+
+def test_cells_of_the_dataset_are_fitted_apart_from_others(context: Context) -> None:
+    trained = TrainingCells.of(replace(_hidden(context), context=replace(context, dataset="elsewhere")))
+    assert trained is not None
+    assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
+    some = replace(trained, of_dataset=np.arange(len(trained.of_dataset)) % 3 == 0)
+    groups = some.groups()
+    assert [*groups] == ["", ", training cells of the dataset"]
+    assert (groups[", training cells of the dataset"] % 3 == 0).all()
+    hidden = _hidden(context)
+    vectors = {"embedding": np.ones((20, 16), np.float32), "untrained": np.ones((20, 16), np.float32)}
+    means = trained.hidden.expression()[some.of_dataset].mean(0)
+    predicted = some.predict(hidden, vectors, 3)["gene means, training cells of the dataset"]
+    np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))
 
 
 def test_every_method_is_scored_in_folds_of_cells_or_batches(
@@ -294,8 +371,13 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     result = task.run(context)
     rows = {row["name"]: row for row in result.rows}
     kinds = ["embedding", "untrained", "PCA50 of visible genes"]
-    ridges = [f"{kind} + {method}" for kind in kinds for method in ("ridge", "kNN")]
-    assert list(rows) == ["embedding + decoder", *ridges, "gene means"]
+    methods = ("ridge", "kNN", "ridge, unscaled", "kNN, unscaled")
+    fitted = [f"{kind} + {method}" for kind in kinds for method in methods]
+    folded = [f"{kind}, folds of scored cells + {method}" for kind in kinds for method in methods]
+    means = ["gene means", "gene means, folds of scored cells"]
+    assert list(rows) == ["embedding + decoder", *fitted, *folded, *means]  # means have no Pearson by gene
+    assert {name for name, row in rows.items() if row["kind"] == "variant"} == {*folded, means[1]}
+    assert all("folds of scored cells" not in verdict.against for verdict in result.verdicts)
     assert rows["gene means"]["Pearson by gene_mean"] is None
     assert rows["PCA50 of visible genes + ridge"]["Pearson by gene_mean"] > 0.1  # simulated types
     assert rows["PCA50 of visible genes + ridge"]["MSE_mean"] < rows["gene means"]["MSE_mean"]

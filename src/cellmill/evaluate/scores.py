@@ -172,6 +172,7 @@ EMBEDDING = "embedding"  # name of the model's features
 FULL_PANEL = f"{EMBEDDING}, full panel"  # of a dataset's own genes, where the other features have the shared ones
 WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
 VARIANTS = (FULL_PANEL, WITH_COMPONENTS)  # features beside the model's own: in no verdict against the best baseline
+IN_FOLDS = ", folds of scored cells"  # after the name of features that are fitted on other cells than the model
 UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
 MAJORITY = "majority"
 HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
@@ -192,6 +193,11 @@ class ScoreColumn:
 
     def mean(self, name: str) -> float:
         return float(np.nanmean(self.scores[name]))
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the model's rows have a baseline to be compared with."""
+        return {"model", "baseline"} <= {kind_of(name) for name in self.scores}
 
     def best(self, own: bool, among: Collection[str] | None = None) -> str:
         """Method with the best mean: of the embedding, or of the baselines."""
@@ -288,7 +294,7 @@ class Predictions:
 
 def kind_of(name: str) -> str:
     """Kind of a method's row: model, variant, external or baseline."""
-    if name.startswith(VARIANTS):
+    if name.startswith(VARIANTS) or IN_FOLDS in name:
         return "variant"
     if name.startswith(EMBEDDING):
         return "model"

@@ -4,13 +4,17 @@ A hidden gene is treated as one that was not measured: its counts are removed be
 and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as a zero. Scores are computed within one
 fold, so that differences between folds do not count as correlation.
 
+The model's decoder was fitted on the training cells, with the hidden genes as targets. So are the regressions that it
+is compared with: on the same cells, the same visible genes and the same targets. Regressions fitted on folds of the
+scored cells see other cells, mostly fewer; they are rows of their own, in no verdict against the model.
+
 Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,13 +29,23 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import ImputationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
-from cellmill.data.genes.names import rows_of_names
+from cellmill.data.genes.names import GeneColumns, rows_of_names
+from cellmill.data.shards.reader import read_names
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.errors import DataError
-from cellmill.evaluate.embed import inference
-from cellmill.evaluate.features import embed_counts, keep_columns, read_rows, tokens_of_counts
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, against_best, divide, draw_cells, seeded
-from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca
+from cellmill.evaluate.embed import inference, tokens_of
+from cellmill.evaluate.features import embed_counts, keep_columns, read_rows
+from cellmill.evaluate.scores import (
+    EMBEDDING,
+    IN_FOLDS,
+    UNTRAINED,
+    ScoreColumn,
+    against_best,
+    divide,
+    draw_cells,
+    seeded,
+)
+from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca, read_training_counts
 from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
 from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
@@ -49,11 +63,21 @@ class HiddenGenes:
     context: Context
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+    known: GeneColumns | None = None  # genes of the columns of `counts`; None: they are the dataset's
+
+    @property
+    def columns(self) -> GeneColumns:
+        return self.context.columns if self.known is None else self.known
 
     @cached_property
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
-        return keep_columns(self.counts, ~np.isin(self.context.columns.target, self.genes))
+        return keep_columns(self.counts, ~np.isin(self.columns.target, self.genes))
+
+    @cached_property
+    def profiles(self) -> sp.csr_matrix:
+        """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
+        return log_normalise(self.of_vocabulary(self.visible))
 
     def expression(self) -> np.ndarray:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
@@ -61,7 +85,8 @@ class HiddenGenes:
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
-        for batch in tokens_of_counts(self.context, self.visible):
+        model = self.context.model
+        for batch in tokens_of([self.visible], self.columns, model.vocabulary, model.tokens):
             yield _keep(batch, ~np.isin(batch.genes, self.genes + len(SPECIAL)))  # of zeros, hidden genes have tokens
 
     def embedded(self, network: Model) -> np.ndarray:
@@ -70,7 +95,7 @@ class HiddenGenes:
 
     def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts of the columns of the file, by row of the vocabulary."""
-        return select_columns(counts, self.context.columns.target, self.context.model.vocabulary.n_genes)
+        return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
 
 
 def _keep(batch: Batch, kept: np.ndarray) -> Batch:
@@ -188,8 +213,91 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return divide((x * y).sum(0), np.where(varies, lengths[0] * lengths[1], 0))
 
 
-MAX_CELLS = 2_000  # cells used at most: they are embedded again, and every gene is predicted in each fold
-FEWEST_CELLS = 4  # of a training or test fold
+MAX_CELLS = 2_000  # scored cells used at most: they are embedded again, and every gene is predicted in each fold
+MAX_FITTED = 20_000  # training cells used at most; shards are shuffled, so the first ones are a random sample
+FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
+COMPONENT_ROW = f"PCA{COMPONENTS} of visible genes"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Expression of test cells of one fold by one method."""
+
+    method: str
+    repetition: int
+    n_repetitions: int
+    cells: np.ndarray  # indices of the scored cells
+    values: np.ndarray  # (cells, G)
+
+
+@dataclass(frozen=True)
+class TrainingCells:
+    """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
+
+    hidden: HiddenGenes
+    of_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
+
+    @classmethod
+    def of(cls, hidden: HiddenGenes) -> Self | None:
+        """The training cells of the model; None where they have no counts, or are too few."""
+        context = hidden.context
+        manifest, n_genes = context.model.manifest, context.model.vocabulary.n_genes
+        if manifest.ordered:
+            return None
+        counts = read_training_counts(manifest, MAX_FITTED)[:MAX_FITTED]
+        if counts.shape[0] < FEWEST_CELLS:
+            return None
+        measured = np.isin(np.arange(n_genes), context.measured_genes)
+        columns = GeneColumns(np.where(measured, np.arange(n_genes), -1).astype(np.int32), measured)
+        names: list[str] = []
+        for shard in manifest.splits["train"].shards:
+            if len(names) < counts.shape[0]:
+                names += read_names(manifest.shard_path(shard), "obs").tolist()
+        own = [name.startswith(f"{context.dataset}:") for name in names[: counts.shape[0]]]
+        return cls(HiddenGenes(context, counts, hidden.genes, columns), np.array(own, bool))
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """Indices of the cells to fit on, by an ending of the rows' names: all cells and, if other datasets are among
+        them, which may lack hidden genes, those of the evaluated dataset."""
+        n_own = int(self.of_dataset.sum())
+        found = {"": np.arange(len(self.of_dataset))}
+        if FEWEST_CELLS <= n_own < len(self.of_dataset):
+            found[", training cells of the dataset"] = np.flatnonzero(self.of_dataset)
+        return found
+
+    def predict(self, tested: HiddenGenes, vectors: Mapping[str, np.ndarray], neighbors: int) -> dict[str, np.ndarray]:
+        """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors` by name."""
+        model, seen = self.hidden.context.model, self.hidden.expression()
+        own = {EMBEDDING: self.hidden.embedded(model.network), UNTRAINED: self.hidden.embedded(model.untrained)}
+        found: dict[str, np.ndarray] = {}
+        for ending, cells in self.groups().items():
+            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(self.hidden.profiles[cells])
+            fitted = {f"{kind}{ending}": values[cells] for kind, values in own.items()}
+            given = {f"{kind}{ending}": values for kind, values in vectors.items()}
+            fitted[f"{COMPONENT_ROW}{ending}"] = components.transform(self.hidden.profiles[cells])
+            given[f"{COMPONENT_ROW}{ending}"] = components.transform(tested.profiles)
+            found |= regressions(fitted, seen[cells], given, neighbors)
+            found[f"gene means{ending}"] = np.tile(seen[cells].mean(0), (tested.counts.shape[0], 1))
+        return found
+
+
+def regressions(
+    fitted: Mapping[str, np.ndarray], expression: np.ndarray, tested: Mapping[str, np.ndarray], neighbors: int
+) -> dict[str, np.ndarray]:
+    """Expression (tested cells, G) by `features + method`, of regressions on `expression`, (fitted cells, G).
+
+    `fitted` and `tested` are features by name, (cells, width). Both scalings: standardising raises the weight of small
+    components, which helps or hurts depending on the number of cells.
+    """
+    most = min(neighbors, len(expression))
+    found: dict[str, np.ndarray] = {}
+    for kind, values in fitted.items():
+        for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
+            ridge = make_pipeline(scaler, RidgeCV(ALPHAS)).fit(values, expression)
+            nearest = make_pipeline(scaler, KNeighborsRegressor(most)).fit(values, expression)
+            found[f"{kind} + ridge{ending}"] = ridge.predict(tested[kind])
+            found[f"{kind} + kNN{ending}"] = nearest.predict(tested[kind])
+    return found
 
 
 class Imputation(Task):
@@ -217,11 +325,17 @@ class Imputation(Task):
             "folds": len(folds),
             "neighbors": self.config.neighbors,
         }
+        hidden = HiddenGenes(context, counts, genes)
+        trained = TrainingCells.of(hidden)
+        if trained is not None:
+            numbers["training_cells"] = len(trained.of_dataset)
+            numbers["training_cells_of_dataset"] = int(trained.of_dataset.sum())
         line = f"{len(genes):,} of {n_measured:,} measured genes are hidden, {len(cells):,} cells, folds of {role}"
-        print(f"{context.dataset}: imputation: {line}", flush=True)
-        columns = self._columns(HiddenGenes(context, counts, genes), folds)
-        verdicts = against_best(column for column in columns if column.heading != "MSE")
-        return TaskResult.from_columns(columns, numbers, verdicts=verdicts)
+        n_fitted = "no training cells with counts" if trained is None else f"{len(trained.of_dataset):,} training cells"
+        print(f"{context.dataset}: imputation: {line}; fitted on {n_fitted}", flush=True)
+        columns = self._columns(hidden, self._predictions(hidden, trained, folds))
+        judged = [column for column in columns if column.heading != "MSE" and column.has_baseline]
+        return TaskResult.from_columns(columns, numbers, judged, verdicts=against_best(judged))
 
     def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
         """Role that is left out by value, or cells, and the folds."""
@@ -258,41 +372,45 @@ class Imputation(Task):
             print(f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}", flush=True)
         return known
 
-    def _columns(self, hidden: HiddenGenes, folds: list[Split]) -> list[ScoreColumn]:
+    def _columns(self, hidden: HiddenGenes, predictions: Iterator[Prediction]) -> list[ScoreColumn]:
         """A column for each metric: means over the folds of a repetition, of the methods that have the metric."""
-        seen, model = hidden.expression(), hidden.context.model
-        vectors, profiles = hidden.embedded(model.network), log_normalise(hidden.visible)
-        own = own_expression(hidden, vectors)
-        features = {EMBEDDING: vectors, UNTRAINED: hidden.embedded(model.untrained)}
-        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        seen = hidden.expression()
         n_units = {metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS}
         # sums and numbers of scores, (2, repetitions, units), by metric and method
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
-        for repetition, train, test in folds:
-            components = pca((len(train), profiles.shape[1])).fit(profiles[train])
-            features[f"PCA{COMPONENTS} of visible genes"] = np.asarray(components.transform(profiles), np.float64)
-            predicted = {} if own is None else {f"{EMBEDDING} + decoder": own[test]}
-            for name, values in (predicted | fitted(features, seen, train, test, self.config.neighbors)).items():
-                for metric, scores in expression_scores(values, seen[test]).items():
-                    if name not in sums[metric]:
-                        sums[metric][name] = np.zeros((2, n_repetitions, n_units[metric]))
-                    units = slice(None) if metric.endswith("by gene") else test
-                    sums[metric][name][:, repetition, units] += np.nan_to_num(scores), np.isfinite(scores)
+        for one in predictions:
+            for metric, scores in expression_scores(one.values, seen[one.cells]).items():
+                if one.method not in sums[metric]:
+                    sums[metric][one.method] = np.zeros((2, one.n_repetitions, n_units[metric]))
+                units = slice(None) if metric.endswith("by gene") else one.cells
+                found = sums[metric][one.method][:, one.repetition]
+                found[0, units] += np.nan_to_num(scores)
+                found[1, units] += np.isfinite(scores)
         means = {metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()} for metric in METRICS}
         return [ScoreColumn(metric, words, means[metric]) for metric, words in METRICS.items() if means[metric]]
 
-
-def fitted(
-    features: Mapping[str, np.ndarray], seen: np.ndarray, train: np.ndarray, test: np.ndarray, neighbors: int
-) -> dict[str, np.ndarray]:
-    """Expression (test cells, G) by method, of what is fitted on the training cells alone.
-
-    `features` by name are (C, width), `seen` (C, G), of which the rows of training cells are read.
-    """
-    predicted = {}
-    for kind, values in features.items():
-        ridge = make_pipeline(StandardScaler(), RidgeCV(ALPHAS)).fit(values[train], seen[train])
-        nearest = KNeighborsRegressor(min(neighbors, len(train))).fit(values[train], seen[train])
-        predicted[f"{kind} + ridge"] = ridge.predict(values[test])
-        predicted[f"{kind} + kNN"] = nearest.predict(values[test])
-    return predicted | {"gene means": np.tile(seen[train].mean(0), (len(test), 1))}
+    def _predictions(
+        self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Split]
+    ) -> Iterator[Prediction]:
+        """Predictions of the test cells of each fold: by the model and what is fitted on training cells, then by what
+        is fitted on the other folds."""
+        model, n_repetitions = hidden.context.model, 1 + max(repetition for repetition, _, _ in folds)
+        vectors = {EMBEDDING: hidden.embedded(model.network), UNTRAINED: hidden.embedded(model.untrained)}
+        of_training_cells: dict[str, np.ndarray] = {}
+        if (own := own_expression(hidden, vectors[EMBEDDING])) is not None:
+            of_training_cells[f"{EMBEDDING} + decoder"] = own
+        if trained is not None:
+            of_training_cells |= trained.predict(hidden, vectors, self.config.neighbors)
+        for repetition, _, test in folds:
+            for name, values in of_training_cells.items():
+                yield Prediction(name, repetition, n_repetitions, test, values[test])
+        seen, profiles = hidden.expression(), hidden.profiles
+        for repetition, train, test in folds:
+            components = pca((len(train), profiles.shape[1])).fit(profiles[train])
+            features = vectors | {COMPONENT_ROW: components.transform(profiles)}
+            fitted = {f"{kind}{IN_FOLDS}": values[train] for kind, values in features.items()}
+            tested = {f"{kind}{IN_FOLDS}": values[test] for kind, values in features.items()}
+            found = regressions(fitted, seen[train], tested, self.config.neighbors)
+            found[f"gene means{IN_FOLDS}"] = np.tile(seen[train].mean(0), (len(test), 1))
+            for name, values in found.items():
+                yield Prediction(name, repetition, n_repetitions, test, values)
