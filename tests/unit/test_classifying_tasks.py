@@ -1,5 +1,4 @@
-"""Tasks probe, few_shot, leave_out, low_depth and missing_genes: scores against scikit-learn, nothing fitted on tested
-cells, what cells lose, and the verdicts."""
+"""Tasks probe, few_shot and leave_out: scores against scikit-learn, nothing fitted on tested cells, and verdicts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,11 +21,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import features as features_module
-from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, halves, read_rows, variable_genes
@@ -35,20 +33,16 @@ from cellmill.evaluate.task import Context, read_training_counts, run_task
 from cellmill.evaluate.tasks.classify import (
     FEWEST_TESTED,
     METRICS,
-    Degraded,
     FewShot,
     LeaveOut,
     draw_shots,
     judge,
-    keep_genes,
     predict_splits,
     splits_of,
     stratified,
-    thin,
 )
+from cellmill.evaluate.tasks.degraded import Degraded
 from tests.unit.evaluated import regression
-
-WAYS = ("matched", "shifted", "trained on all levels")
 
 
 def _chosen(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -315,21 +309,6 @@ def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
     assert run_task(LeaveOut(LeaveOutConfig()), context).skipped == "the dataset has no donor or batch column"
 
 
-def test_thinning_keeps_each_count_with_the_same_probability_and_kept_genes_are_the_same_for_all_cells() -> None:
-    counts = sp.random(200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20))
-    thinned = thin(0.1, counts, np.random.default_rng(1))
-    assert thinned.dtype == counts.dtype
-    assert thinned.data.all()
-    assert (thinned.toarray() <= counts.toarray()).all()
-    assert thinned.sum() / counts.sum() == pytest.approx(0.1, rel=0.03)
-    assert 1 - thinned.nnz / counts.nnz == pytest.approx(0.9**20, abs=0.01)
-    kept = keep_genes(7, counts, np.random.default_rng(1))
-    columns = np.unique(kept.indices)
-    assert (len(columns), kept.dtype) == (7, counts.dtype)
-    assert (kept[:, columns] != counts[:, columns]).nnz == 0
-    assert (keep_genes(500, counts, np.random.default_rng(1)) != counts).nnz == 0
-
-
 def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
     model, counts = context.model, read_rows(context.reader, np.arange(30))
     found = features_of_counts(context, counts)
@@ -346,49 +325,3 @@ def test_features_are_those_of_embed_and_of_the_models_training_cells(context: C
     np.testing.assert_allclose(np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3)
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
     assert not features_of_counts(context, without_genes)["embedding"].any()
-
-
-def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logistic, "TOLERANCE", 1e-6)  # a cell of these is about as near to two classes
-    result = Degraded(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
-    chosen, labels = _chosen(context, 3)
-    whole = read_rows(context.reader, chosen)
-    scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
-    table = {row["name"]: row for row in result.rows}
-    columns = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
-    for kind in scaler:
-        expected: dict[str, list[float]] = {column: [] for column in columns}
-        for repeat in range(2):
-            lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
-            cells = [features_of_counts(context, counts)[kind] for counts in (whole, lost)]
-            right: dict[str, int] = dict.fromkeys(columns, 0)
-            folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
-            for train, test in folds.split(labels, labels):
-                a, b = (sp.csr_matrix(values[train]) if kind == "all genes" else values[train] for values in cells)
-                both = sp.vstack([a, b]) if kind == "all genes" else np.concatenate([a, b])
-                for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
-                    of = np.tile(labels[train], seen.shape[0] // len(train))
-                    pipeline = make_pipeline(scaler[kind], regression(sparse=kind == "all genes"))
-                    right[column] += (pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]).sum()
-            for column in columns:
-                expected[column].append(right[column] / len(labels))
-        row = table[f"{kind} + logistic regression"]
-        for column in columns:
-            assert row[f"{column}_repetitions"] == pytest.approx(expected[column]), column
-            assert row[f"{column}_mean"] == pytest.approx(np.mean(expected[column]))
-    largest = max((labels == name).mean() for name in labels)
-    assert [table["majority"][f"{column}_mean"] for column in columns] == pytest.approx(len(columns) * [largest])
-    assert [row["kind"] for row in result.rows] == 3 * ["model"] + 10 * ["baseline"]
-    assert all(row[f"{column}_mean"] is not None for row in result.rows for column in columns)
-    assert result.metric == "10 % of counts, shifted"
-    assert [verdict.metric for verdict in result.verdicts] == [f"accuracy, {column}" for column in columns]
-    for column, verdict in zip(columns, result.verdicts):
-        means = {row["name"]: row[f"{column}_mean"] for row in result.rows}
-        best = [max(means[row["name"]] for row in result.rows if row["kind"] == kind) for kind in ("model", "baseline")]
-        assert [means[verdict.compared], means[verdict.against]] == pytest.approx(best)
-        assert verdict.difference == pytest.approx(best[0] - best[1])
-    genes = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
-    expected_columns = ["whole", *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS)]
-    assert [key.removesuffix("_mean") for key in genes.rows[0] if key.endswith("_mean")] == expected_columns

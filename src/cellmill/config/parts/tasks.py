@@ -82,7 +82,7 @@ class LeaveOutConfig(LabelTaskConfig):
 class DegradedConfig(LabelTaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
 
-    implementation: ClassVar[str] = "cellmill.evaluate.tasks.classify:Degraded"
+    implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:Degraded"
 
     repeats: int = Field(3, ge=1, description="Random draws of the removed counts or genes, each with other folds.")
 

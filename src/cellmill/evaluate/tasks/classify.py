@@ -4,22 +4,19 @@ All kinds of features get the same splits and classifiers. Everything fitted, sc
 on the training cells of a split or of the model. The number of folds is never lowered, so that runs stay comparable.
 
 A donor or batch that `leave_out` tests is one draw in an interval; a class that only it has counts as wrong for every
-method. Cells of a level of `low_depth` or `missing_genes` are classified after training on cells degraded alike
-(matched), on whole cells (shifted), or on cells of all levels together, the remedy that needs no model.
+method.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
-from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, MissingGenesConfig, ProbeConfig
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.features import (
@@ -29,13 +26,10 @@ from cellmill.evaluate.features import (
     VARIABLE_GENES,
     RankedGenes,
     cell_features,
-    features_of_counts,
     fit_all,
     halves,
-    keep_columns,
     labelled_cells,
     predict_all,
-    read_rows,
     rows_of,
     small_problems,
     variable_genes,
@@ -233,78 +227,3 @@ def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, 
         return
     for train, test in GroupKFold(min(n, most_folds)).split(known, groups=names):
         yield known[train], known[test]
-
-
-MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
-WHOLE = "whole"
-
-Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
-"""Counts `(cells, genes of the file)` and a generator -> fewer counts."""
-
-
-class Degraded(Task):
-    """Tasks `low_depth` and `missing_genes`."""
-
-    config: LowDepthConfig | MissingGenesConfig
-
-    def levels(self) -> dict[str, Degrade]:
-        """What cells lose, by name."""
-        if isinstance(self.config, LowDepthConfig):
-            return {self.config.level(frac): partial(thin, frac) for frac in self.config.count_fracs}
-        return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
-
-    def run(self, context: Context) -> TaskResult:
-        """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
-        config, options, levels = self.config, context.options, self.levels()
-        if context.reader.ordered:
-            kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
-            raise Skipped(f"{kind} to lose")
-        chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
-        whole = read_rows(context.reader, chosen.cells)
-        predictions = Predictions(chosen.labels, config.repeats, halves=halves(context)[chosen.cells])
-        for repeat in range(config.repeats):
-            generator = seeded(options.seed, 1000 + repeat)
-            counts = {WHOLE: whole} | {level: degrade(whole, generator) for level, degrade in levels.items()}
-            cells = {level: features_of_counts(context, values) for level, values in counts.items()}
-            for split in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
-                with small_problems():
-                    predicted = self._predicted(context, cells, chosen.labels, split)
-                largest = {MAJORITY: majority(chosen.labels[split[1]], len(split[2]))}
-                for column, classes in predicted.items():
-                    predictions.record(column, repeat, split[2], classes | largest)
-        numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
-        columns, metric = predictions.accuracies(), f"{list(levels)[-1]}, shifted"
-        return TaskResult.from_columns(columns, chosen.numbers | numbers, metric=metric)
-
-    def _predicted(
-        self, context: Context, cells: dict[str, dict[str, Any]], labels: np.ndarray, split: Split
-    ) -> dict[str, dict[str, np.ndarray]]:
-        """Classes of the test cells by column and method; `cells` are features of all cells by level."""
-        neighbors, (_, train, test) = self.config.neighbors, split
-        seen = {level: rows_of(features, train) for level, features in cells.items()}
-        fitted = {level: fit_all(features, labels[train], neighbors, context) for level, features in seen.items()}
-        by_kind = {kind: [features[kind] for features in seen.values()] for kind in seen[WHOLE]}
-        together = {
-            kind: sp.vstack(parts, "csr") if kind == ALL_GENES else np.vstack(parts) for kind, parts in by_kind.items()
-        }
-        on_all = fit_all(together, np.tile(labels[train], len(cells)), neighbors, context)
-        predicted = {WHOLE: predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test))}
-        for level in [*cells][1:]:
-            tested = rows_of(cells[level], test)
-            ways = {"matched": fitted[level], "shifted": fitted[WHOLE], "trained on all levels": on_all}
-            predicted |= {f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()}
-        return predicted
-
-
-def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep each count with probability `frac`."""
-    thinned = counts.copy()
-    thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
-    thinned.eliminate_zeros()
-    return thinned
-
-
-def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
-    drawn = generator.permutation(np.unique(counts.indices))[:n]
-    return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))
