@@ -200,6 +200,52 @@ def test_a_gene_gets_its_mean_by_the_number_of_cells_that_have_it(perturbed_cell
     np.testing.assert_allclose(most, np.log1p(1e4))
 
 
+def screen_of_cells(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Controls (300, 5), their weights, and the means wanted of five genes: as before, lower, higher, all, new."""
+    detected = generator.random((300, 5)) < [0.5, 0.5, 0.3, 0.9, 0.0]
+    controls = np.where(detected, generator.gamma(4, 0.5, (300, 5)), 0)
+    weights = np.repeat([2.0, 1.0], 150)
+    before = weights @ controls / weights.sum()
+    return controls, weights / weights.sum(), before * [1, 0.4, 1.8, 2, 0] + [0, 0, 0, 0, 0.3]
+
+
+def test_sampled_cells_have_the_predicted_means_on_average(perturbed_cells: Any) -> None:
+    generator = np.random.default_rng(0)
+    controls, weights, means = screen_of_cells(generator)
+    made = perturbed_cells.sample_with_means(sp.csr_matrix(controls), weights, means, 40_000, generator)
+    error = made.std(0) / 200
+    assert (np.abs(made.mean(0) - means) < 4 * error + 1e-9).all()
+    np.testing.assert_allclose((made > 0).mean(0)[:4], weights @ (controls > 0)[:, :4] * [1, 0.4, 1.8, 1.1], atol=0.05)
+    assert made.min() >= 0
+
+
+def test_the_mean_of_sampled_cells_scatters_like_a_sample_s(perturbed_cells: Any) -> None:
+    """A metric that takes var / n off the squared error of a mean is then right, and off exact means is not."""
+    generator = np.random.default_rng(0)
+    controls, weights, means = screen_of_cells(generator)
+    claimed, seen, pinned = [], [], []
+    for _ in range(400):
+        made = perturbed_cells.sample_with_means(sp.csr_matrix(controls), weights, means, 50, generator)
+        claimed.append(made.var(0, ddof=1).sum() / 50)
+        seen.append(((made.mean(0) - means) ** 2).sum())
+        exact = perturbed_cells.with_means(made, means, np.ones(5), generator)
+        pinned.append(((exact.mean(0) - means) ** 2).sum())
+    assert np.mean(seen) == pytest.approx(np.mean(claimed), rel=0.1)
+    assert np.max(pinned) < 1e-12
+
+
+def test_sampled_cells_are_as_many_as_measured_of_each_perturbation(
+    cells: tuple[Context, Any, Path], perturbed_cells: Any
+) -> None:
+    _, found, path = cells
+    made = found.sampled("mean")
+    wanted = found.measured.obs.perturbation.value_counts().drop(found.control).to_dict()
+    assert made.obs.perturbation.value_counts().drop(found.control).to_dict() == wanted
+    np.testing.assert_array_equal(made.X[-found.start.n_obs :].toarray(), found.start.X.toarray())
+    assert (perturbed_cells.read_changes(path).sampled("mean").X != made.X).nnz == 0
+    assert made.X.max() <= np.log1p(1e4) + 1e-5
+
+
 def test_a_gene_is_called_as_perturbations_are(perturbed_cells: Any) -> None:
     var = pd.DataFrame({"symbol": ["A", "B", "A", "C"]}, index=["E1", "E2", "E3", "E4"])
     assert perturbed_cells._gene_names(var, ["A", "E2"]) == ["A", "E2", "E3", "C"]
@@ -255,7 +301,7 @@ def differential(cells: np.ndarray, controls: np.ndarray) -> tuple[np.ndarray, n
 
 def genes_that_differ(found: Any, method: str) -> dict[str, float]:
     """The metrics of profile vcc2026 on differential expression alone, without the package."""
-    predicted = found.predicted(method)
+    predicted = found.sampled(method)
     groups: dict[str, dict[str, np.ndarray]] = {}
     for side, cells in (("seen", found.measured), ("made", predicted)):
         dense, group = cells.X.toarray().astype(float), cells.obs.perturbation.to_numpy()
@@ -272,18 +318,30 @@ def genes_that_differ(found: Any, method: str) -> dict[str, float]:
     return {name: float(np.mean(of)) for name, of in values.items()}
 
 
-def test_cell_eval2_gives_our_numbers_for_each_method(
-    cells: tuple[Context, Any, Path], perturbed_cells: Any, tmp_path: Path
-) -> None:
-    changed = ad.read_h5ad(cells[2])
-    expression, about = changed.X.toarray(), changed.uns["cellmill_changes"]
-    for number, name in enumerate(about["perturbations"]):  # what cells of the simulation lack
+def changed_cells(given: Path, path: Path, keep: int | None = None, methods: int | None = None) -> Path:
+    """The cells of `given` with changes that the simulation lacks, of the first perturbations and methods."""
+    changed = ad.read_h5ad(given)
+    about = changed.uns["cellmill_changes"]
+    names = about["perturbations"][:keep]
+    about["perturbations"] = names
+    about["changes"] = about["changes"][:methods, : len(names)]
+    for key in ("methods", "kinds"):
+        about[key] = about[key][:methods]
+    expression = changed.X.toarray()
+    for number, name in enumerate(names):
         rows, up = np.flatnonzero(changed.obs.perturbation == name), np.arange(25 * number, 25 * number + 60)
         expression[np.ix_(rows, up)] += 1.5
         about["changes"][:, number, up] += np.linspace(0.5, 1.5, len(about["methods"]))[:, None]
-    path = tmp_path / "changed.h5ad"
     changed.X = sp.csr_matrix(expression)
-    changed.write_h5ad(path)
+    kept = changed.obs.perturbation.isin([*names, about["control"]]).to_numpy()
+    changed[kept].copy().write_h5ad(path)
+    return path
+
+
+def test_cell_eval2_gives_our_numbers_for_each_method(
+    cells: tuple[Context, Any, Path], perturbed_cells: Any, tmp_path: Path
+) -> None:
+    path = changed_cells(cells[2], tmp_path / "changed.h5ad")
     found = perturbed_cells.read_changes(path)
     values = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2)
     assert list(values) == [*found.changes]
@@ -294,3 +352,25 @@ def test_cell_eval2_gives_our_numbers_for_each_method(
             assert (of_method[metric] is None) == (name not in own), (method, metric)
             if name in own:
                 assert of_method[metric] == pytest.approx(own[name], abs=1e-6), (method, metric)
+    made = json.loads((tmp_path / "out.json").read_text())
+    counts = {row["n"] for row in made["rows"] if row["metric"] == "de_wilcoxon_sig_jaccard"}
+    assert counts == {len(found.perturbations)}
+    assert (made["de_backend"], made["device"]) == ("scanpy", "cpu")
+
+
+def test_one_perturbation_has_no_rank_among_others(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
+    path = changed_cells(cells[2], tmp_path / "one.h5ad", keep=1, methods=2)
+    values = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2)
+    assert [of_method["pds_cosine"] for of_method in values.values()] == [None, None]
+    assert all(of_method["expr_mse_unbiased"] is not None for of_method in values.values())
+
+
+def test_a_visible_gpu_changes_nothing(
+    cells: tuple[Context, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = changed_cells(cells[2], tmp_path / "two.h5ad", keep=2, methods=1)
+    without = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "cpu.json", changes=path, threads=2)
+    lines = ["class cuda:", "    is_available = staticmethod(lambda: True)", "class Tensor: ..."]
+    (tmp_path / "torch.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_bridge("cell-eval2", "cell2_bridge", tmp_path / "gpu.json", changes=path, threads=2) == without

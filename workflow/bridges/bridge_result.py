@@ -15,15 +15,17 @@ def write_rows(
     about: Mapping[str, Any],
     kinds: Mapping[str, str],
     values: Mapping[str, Mapping[str, float]],
+    counts: Mapping[str, Mapping[str, int | None]] | None = None,
 ) -> None:
     """Write `values` by name and metric as tidy rows, complete or not at all, and print them.
 
     `kinds` are those of the names: model, baseline or ceiling. `about` has `dataset`, and what else is said of it. A
-    value that is not finite is null.
+    value that is not finite is null. `counts`, by name and metric, are numbers of units that a value is the mean of.
     """
     rows = [
         {"name": name, "kind": kinds[name], "metric": metric}
         | {"value": float(value) if math.isfinite(value) else None}
+        | ({} if counts is None else {"n": counts[name][metric]})
         for name, of_metrics in values.items()
         for metric, value in of_metrics.items()
     ]

@@ -20,13 +20,14 @@ try:
     from cell_eval import MetricsEvaluator
     from cell_eval.metrics import metrics_registry
     from cell_eval.utils import guess_is_lognorm
-    from perturbed_cells import COLUMN, PerturbedCells, read_arguments, read_changes
+    from perturbed_cells import COLUMN, FEWEST_TO_RANK, PerturbedCells, read_arguments, read_changes
 except ImportError as error:
     end_without("cell-eval", "0.8.2", error)
 
 CEILING = "split halves"
 MAX_CONTROLS = 10_000  # a half; pearson_edistance takes memory for their square
 COUNTS = "de_nsig_counts"  # two metrics in one
+RANKS = "discrimination_score"  # beginning of the metrics that rank perturbations among each other
 
 
 def measure(cells: PerturbedCells, method: str, folder: Path, threads: int) -> dict[str, float]:
@@ -42,7 +43,7 @@ def measure(cells: PerturbedCells, method: str, folder: Path, threads: int) -> d
         num_threads=threads,
         outdir=str(folder / (method if known.exists() else "first")),
     )
-    return means_of(evaluator.compute(write_csv=False, skip_metrics=skipped(cells))[0])
+    return means_of(evaluator.compute(write_csv=False, skip_metrics=skipped(cells))[0], len(cells.perturbations))
 
 
 def ceiling(cells: PerturbedCells, folder: Path, threads: int) -> dict[str, float]:
@@ -56,7 +57,8 @@ def ceiling(cells: PerturbedCells, folder: Path, threads: int) -> dict[str, floa
         outdir=str(folder / "ceiling"),
     )
     made = evaluator.compute_ceiling(write_csv=False, skip_metrics=skipped(cells), seed=cells.seed)[1]
-    return {name: value for name, value in means_of(made).items() if np.isfinite(value)}
+    means = means_of(made, len(cells.perturbations))
+    return {name: value for name, value in means.items() if np.isfinite(value)}
 
 
 def skipped(cells: PerturbedCells) -> list[str]:
@@ -75,14 +77,19 @@ def check_scale(name: str, cells: ad.AnnData) -> None:
         sys.exit(f"cellmill: {name}: cell-eval takes the values for counts: none has a fraction")
 
 
-def means_of(results: Any) -> dict[str, float]:
-    """Mean of each metric of a polars table over the perturbations that have it; NaN if none has."""
+def means_of(results: Any, n_perturbations: int) -> dict[str, float]:
+    """Mean of each metric of a polars table over the perturbations that have it; NaN if none has.
+
+    Of one perturbation, those that rank it among the others are NaN as well: they are perfect for every method.
+    """
     names = [name for name in metrics_registry.list_metrics() if name != COUNTS]
     names += [name for name in results.columns if name.startswith(COUNTS)]
     values = {}
     for name in names:
         of_name = np.asarray(results[name].to_numpy(), float) if name in results.columns else np.array([])
         values[name] = float(of_name[np.isfinite(of_name)].mean()) if np.isfinite(of_name).any() else float("nan")
+        if name.startswith(RANKS) and n_perturbations < FEWEST_TO_RANK:
+            values[name] = float("nan")
     return values
 
 
