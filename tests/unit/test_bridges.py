@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anndata as ad
@@ -192,3 +193,26 @@ def test_cz_benchmarks_runs_its_tasks(given: argparse.Namespace, embedded_cells:
     assert {name.partition(":")[0] for name in values["embedding"]} == {
         *("Clustering", "Embedding", "Label Prediction", "Batch Integration")
     }
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pd.Series(["a", None, "b"], dtype=object),
+        pd.Series(["a", None, "b"], dtype="string"),
+        pd.Series(["a", None, "b"], dtype="category"),
+        pd.Series(pd.array(["a", None, "b"], dtype="string")).astype("category"),
+    ],
+    ids=["object", "string", "category", "category of strings"],
+)
+def test_a_missing_batch_is_text_for_every_preset(batch: pd.Series, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BRIDGES))
+    found = importlib.import_module("zoo_cells").batches_of(SimpleNamespace(obs=pd.DataFrame({"batch": batch})))
+    assert found.tolist() == ["a", "nan", "b"]
+
+
+def test_numbers_are_batches_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BRIDGES))
+    module = importlib.import_module("zoo_cells")
+    assert module.batches_of(SimpleNamespace(obs=pd.DataFrame({"batch": [2, 1]}))).tolist() == ["2", "1"]
+    assert module.batches_of(SimpleNamespace(obs=pd.DataFrame({"donor": [2, 1]}))) is None

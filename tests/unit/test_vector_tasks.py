@@ -192,7 +192,14 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(co
     result = task.run(with_batch)
     assert result.metric is None  # no total
     rows = {row["name"]: row for row in result.rows}
-    assert list(rows) == ["embedding", "untrained", "PCA50", "PCA50, Harmony", "random"]
+    assert list(rows) == [
+        "embedding",
+        "untrained",
+        "PCA50 of the training cells",
+        "PCA50",
+        "PCA50, Harmony",
+        "random",
+    ]
     own, random = rows["embedding"], rows["random"]
     assert all(key.split(":")[0] in ("batch", "bio", "name", "kind") for key in own)
     assert random["batch: iLISI"] > own["batch: iLISI"] + 0.3
@@ -205,6 +212,37 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(co
     assert run_task(task, context).skipped == "the dataset has no batch column"
     one = replace(with_batch, roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")})
     assert run_task(task, one).skipped == "the labelled scored cells have 1 batches, not 2"
+
+
+@pytest.mark.parametrize("n", [12, 15, 16])
+def test_harmony_of_few_cells_is_a_reason_to_skip(context: Context, n: int) -> None:
+    pytest.importorskip("harmonypy")
+    label = context.roles["label"].astype(str).to_numpy()
+    scored = np.flatnonzero(context.scored & np.isin(label, np.unique(label)[:2]))[:n]
+    batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 2, name="batch").astype(str)
+    few = replace(
+        context,
+        scored=np.isin(np.arange(context.reader.n_obs), scored),
+        roles={**context.roles, "batch": batch},
+        vectors=np.random.default_rng(0).normal(size=(context.reader.n_obs, 16)).astype(np.float32),
+    )
+    result = run_task(Integration(IntegrationConfig(harmony=True, min_cells=2)), few)
+    if n > 15:
+        assert result.skipped is None
+        return
+    assert result.skipped == (
+        f"harmonypy refuses the {n} scored cells with a batch: nclust must be at least 1; score more cells "
+        "(shard.test_frac), or set harmony: false"
+    )
+
+
+def test_the_training_components_see_no_scored_cell(context: Context) -> None:
+    cells = np.arange(0, 40, 2)
+    batches = np.arange(20) % 2
+    task = Integration(IntegrationConfig())
+    of_all = task.vectors(context, cells, batches)["PCA50 of the training cells"]
+    of_half = task.vectors(context, cells[:10], batches[:10])["PCA50 of the training cells"]
+    np.testing.assert_allclose(of_all[:10], of_half, atol=1e-5)
 
 
 def test_cells_of_a_cluster_stay_together_in_the_same_picture_each_time() -> None:

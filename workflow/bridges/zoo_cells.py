@@ -73,5 +73,11 @@ def training_cells(manifest: Path, dataset: str, cells: ad.AnnData) -> np.ndarra
 
 
 def batches_of(cells: ad.AnnData) -> np.ndarray | None:
-    """Batch of each cell as text, `nan` for a missing one; None without column `batch`."""
-    return np.asarray(cells.obs["batch"].astype(str), object) if "batch" in cells.obs else None
+    """Batch of each cell as text, `nan` for a missing one; None without column `batch`.
+
+    pandas 3 leaves a missing value of text as it is where earlier versions wrote `nan`.
+    """
+    if "batch" not in cells.obs:
+        return None
+    column = cells.obs["batch"]
+    return np.array(["nan" if missing else str(batch) for batch, missing in zip(column, column.isna())], object)

@@ -28,9 +28,17 @@ from sklearn.metrics import silhouette_samples
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import IntegrationConfig
-from cellmill.data.arrays import log_normalise, summed, text_values
+from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
+from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import embed_counts, labelled_cells, own_components, read_rows, with_external
+from cellmill.evaluate.features import (
+    OF_TRAINING,
+    embed_counts,
+    labelled_cells,
+    own_components,
+    read_rows,
+    with_external,
+)
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of, seeded
 from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult
 
@@ -72,17 +80,18 @@ class Integration(Task):
 
     def vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> dict[str, np.ndarray]:
         """Vectors of the cells by name, `(cells, width)`."""
-        seed, counts = context.options.seed, read_rows(context.reader, cells)
-        principal = own_components(log_normalise(summed(counts) if context.columns.ordered else counts))
-        untrained = embed_counts(context, counts, context.model.untrained)
-        found = {EMBEDDING: context.vectors[cells], UNTRAINED: untrained, PRINCIPAL: principal}
-        if self.config.harmony:  # with its own defaults (Korsunsky et al. 2019)
-            harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
-            frame = pd.DataFrame({"batch": batches.astype(str)})
-            done = harmony.run_harmony(principal, frame, "batch", verbose=False, random_state=seed, ncores=1)
-            corrected = np.asarray(done.Z_corr, np.float64)
-            found[CORRECTED] = corrected if corrected.shape == principal.shape else corrected.T
-        found[RANDOM] = seeded(seed, 2).normal(size=found[EMBEDDING].shape)
+        model, columns, counts = context.model, context.columns, read_rows(context.reader, cells)
+        profiles = summed(counts) if columns.ordered else counts
+        known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
+        found = {
+            EMBEDDING: context.vectors[cells],
+            UNTRAINED: embed_counts(context, counts, model.untrained),
+            OF_TRAINING: model.components.transform(known),
+            PRINCIPAL: own_components(log_normalise(profiles)),
+        }
+        if self.config.harmony:
+            found[CORRECTED] = harmonised(found[PRINCIPAL], batches, context.options.seed)
+        found[RANDOM] = seeded(context.options.seed, 2).normal(size=found[EMBEDDING].shape)
         return with_external(found, context, cells)
 
     def measure(
@@ -103,6 +112,24 @@ class Integration(Task):
             "bio: isolated labels": isolated_labels(widths, batches, labels),
             "bio: label ASW": widths,
         }
+
+
+def harmonised(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
+    """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al. 2019).
+
+    Raises Skipped where it cannot: harmonypy makes one cluster of 30 cells, none of 15 or fewer.
+    """
+    harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
+    frame = pd.DataFrame({"batch": batches.astype(str)})
+    try:
+        done = harmony.run_harmony(vectors, frame, "batch", verbose=False, random_state=seed, ncores=1)
+        corrected = np.asarray(done.Z_corr, np.float64)
+    except ValueError as error:
+        raise Skipped(
+            f"harmonypy refuses the {len(vectors):,} scored cells with a batch: {one_line(error)}; score more cells "
+            "(shard.test_frac), or set harmony: false"
+        ) from None
+    return corrected if corrected.shape == vectors.shape else corrected.T
 
 
 @dataclass(frozen=True)
