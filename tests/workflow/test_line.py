@@ -91,6 +91,38 @@ def test_a_model_is_not_taken_for_that_of_a_training_that_failed(finished: Proje
     assert set(RUN[:3]) <= set(finished.jobs("--config", "shard={test_frac: 0.3}", "--", model))
 
 
+RUN_FOLDER = "results/runs/tiny"
+PRODUCTS = {
+    f"{RUN_FOLDER}/model/model.safetensors": "consolidate",
+    f"{RUN_FOLDER}/model/config.json": "consolidate",
+    f"{RUN_FOLDER}/model/vocabulary.tsv": "consolidate",
+    f"{RUN_FOLDER}/model/README.md": "consolidate",
+    f"{RUN_FOLDER}/evaluate/metrics.json": "evaluate",
+    f"{RUN_FOLDER}/evaluate/umap.tsv": "evaluate",
+    "results/corpora/sim/cells/sim.json": "preprocess",
+}
+
+
+def test_a_deleted_product_is_made_again_by_the_default_target(finished: Project) -> None:
+    """Each file in turn, so that none is asked for only by chance."""
+    assert finished.jobs() == {}
+    for file, rule in PRODUCTS.items():
+        path = finished.folder / file
+        kept = path.with_name("kept aside")
+        path.rename(kept)
+        assert finished.jobs().get(rule) == 1, file
+        kept.rename(path)
+
+
+def test_a_deleted_model_is_made_again_without_a_training(finished: Project) -> None:
+    weights = finished.folder / RUN_FOLDER / "model/model.safetensors"
+    before = weights.read_bytes()
+    weights.unlink()
+    assert "train" not in finished.jobs()
+    finished.ran()
+    assert weights.read_bytes() == before
+
+
 def test_a_changed_profile_or_another_machine_of_it_reruns_nothing(done: tuple[Project, str], tmp_path: Path) -> None:
     assert done[0].jobs("--set-resources", "train:nproc_per_node=4", "plan:nproc_per_node=4") == {}
     assert done[0].jobs("--set-threads", "train=1", "--cores", "1") == {}

@@ -22,15 +22,17 @@ rule sweep:
         "cellmill sweep --values {params.values:q} --runs results/runs --out {output.table:q}" " 2>&1 | tee -i {log:q}"
 
 
+# Inputs are every file that the workflow is run for, read or not: rule all asks for each of them too.
 rule report:
     input:
         plans=expand("results/runs/{run}/plan.json", run=pipeline.runs),
         trained=expand("results/runs/{run}/train/status.json", run=pipeline.runs),
-        models=expand("results/runs/{run}/model/config.json", run=pipeline.runs),
-        metrics=expand("results/runs/{run}/evaluate/metrics.json", run=pipeline.runs),
+        models=expand("results/runs/{run}/model/{file}", run=pipeline.runs, file=MODEL_FILES),
+        metrics=expand("results/runs/{run}/evaluate/{file}", run=pipeline.runs, file=("metrics.json", "umap.tsv")),
         kept=jobs.evaluated_steps(),
         manifests=expand("results/corpora/{corpus}/shards/manifest.json", corpus=jobs.reported_corpora()),
-        sweeps=expand("results/sweeps/{sweep}/curves.json", sweep=jobs.swept),
+        quality=jobs.quality_reports(),
+        sweeps=expand("results/sweeps/{sweep}/{file}", sweep=jobs.swept, file=("results.csv", "curves.json")),
     output:
         report("results/report/index.html", caption="../report/report.rst", category="Report"),
     log:

@@ -128,6 +128,9 @@ rule train:
         ' --out "$(dirname {output:q})" {params.parent:q} {resources.restart:q} {params.machine:q} 2>&1 | tee -i {log:q}'
 
 
+MODEL_FILES = ("model.safetensors", "config.json", "vocabulary.tsv", "README.md")
+
+
 # `at` is empty, or the step of a kept checkpoint: results/runs/{run}/steps/{step}/model/config.json.
 rule consolidate:
     input:

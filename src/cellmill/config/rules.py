@@ -142,6 +142,14 @@ class JobFiles:
         used = {run.corpus for run in self.runs.values()}
         return [corpus for corpus in self.corpora if corpus in used]
 
+    def quality_reports(self) -> list[str]:
+        """Reports on quality control of the training datasets of all corpora in use."""
+        return [
+            f"results/corpora/{corpus}/cells/{name}.json"
+            for corpus in self.reported_corpora()
+            for name in self.workflow.trained_on(corpus)
+        ]
+
     # runs
 
     def of_corpus(self, pattern: str) -> Callable[[Wildcards], str]:
