@@ -31,7 +31,8 @@ sc.tl.umap(adata)
 # %% [markdown]
 # ## Labels
 # `add_to` writes `obs["cellmill_label"]`, `obs["cellmill_probability"]`, `obsm["cellmill_probabilities"]` and
-# `uns["cellmill_prediction"]`, whose `labels` name the columns of the probabilities.
+# `uns["cellmill_prediction"]`, whose `labels` name the columns of the probabilities. A cell below `min_probability` has
+# no label, and True in `obs["cellmill_rejected"]`.
 
 # %%
 annotator = cellmill.load("results/runs/annotator/model")

@@ -87,7 +87,7 @@ def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calib
     assert capsys.readouterr().out.count(told) >= 1
 
 
-def test_cells_below_the_threshold_are_unknown_and_the_rest_of_a_file_stays(
+def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
     model: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw, own = Path(corpus) / "raw.h5ad", tmp_path / "own.h5ad"
@@ -96,12 +96,13 @@ def test_cells_below_the_threshold_are_unknown_and_the_rest_of_a_file_stays(
     some = _predict(model, own, own, {"min_probability": 0.99}, "--append")
     for found, smallest in ((every, 0.5), (some, 0.99)):
         below = found.obs["cellmill_probability"] < smallest
-        assert ((found.obs["cellmill_label"] == "unknown") == below).all()
-        assert found.uns["cellmill_prediction"]["n_unknown"] == below.sum()
-    assert some.uns["cellmill_prediction"]["n_unknown"] > 0
+        assert (found.obs["cellmill_label"].isna() == below).all()
+        assert (found.obs["cellmill_rejected"] == below).all()
+        assert found.uns["cellmill_prediction"]["n_rejected"] == below.sum()
+    assert some.uns["cellmill_prediction"]["n_rejected"] > 0
     before = ad.read_h5ad(raw)
     assert (some.X != before.X).nnz == 0
-    assert list(some.obs.columns) == [*before.obs.columns, "cellmill_label", "cellmill_probability"]
+    assert list(some.obs.columns) == [*before.obs.columns, "cellmill_label", "cellmill_probability", "cellmill_rejected"]
     given = ["predict", "--model", str(model), "--input", str(raw), "--out", str(tmp_path / "b.h5ad"), "--options"]
     config = json.loads((model / "config.json").read_text())
     config["classifier"]["calibration"]["accuracy_above"] = [0.5, 0.75, None]

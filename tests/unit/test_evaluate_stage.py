@@ -344,3 +344,34 @@ def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluatio
         evaluation.kill()
         assert wait(lambda: not living(pid), 10)
         assert "Traceback" not in evaluation.communicate()[1]
+
+
+def test_a_run_whose_tasks_were_all_skipped_is_not_shown_as_scored(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run" / "evaluate" / "metrics.json"
+    tasks = {"probe": {}, "few_shot": {}}
+    metrics = evaluate(corpus, out, "-", tasks=tasks)
+    skipped = {name: entry["skipped"] for name, entry in metrics["datasets"]["simulated"]["tasks"].items()}
+    assert all(skipped.values())
+    words = [f"simulated, {name}: {reason}" for name, reason in skipped.items()]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"warning: nothing was scored, all 2 tasks were skipped ({'; '.join(words)}) -> {out}"
+    )
+    page = render("x", [read_run(tmp_path / "run")], [])
+    first = re.search(r"<h2>Overview</h2>\s*<p[^>]*>(.*?)</p>", page, re.S)
+    assert first is not None
+    reasons = "; ".join(f"{name.replace('_', ' ')}: {reason}" for name, reason in skipped.items())
+    assert re.sub("<[^>]+>", "", first[1]) == (
+        f"run on simulated: nothing was scored, all 2 tasks were skipped ({reasons})."
+    )
+
+
+def test_the_last_line_of_an_evaluation_names_what_was_skipped(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    metrics = evaluate(corpus, out, "-", tasks={"probe": {}, "reconstruct": {}})
+    reason = metrics["datasets"]["simulated"]["tasks"]["probe"]["skipped"]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"1 of 2 tasks scored, skipped: simulated, probe: {reason} -> {out}"

@@ -98,8 +98,8 @@ def test_labels_are_those_of_the_command(
     for flags, options in (([], {}), (["--min-probability", "0.45"], {"min_probability": 0.45})):
         run("predict", simulated, *flags)
         labels, written = model.predict(ad.read_h5ad(simulated), **options).labels, ad.read_h5ad(out)
-        assert list(labels) == list(written.obs["cellmill_label"])
-    assert 0 < (labels == "unknown").sum() < len(labels)
+        assert list(labels.astype(str)) == list(written.obs["cellmill_label"].astype(str))
+    assert 0 < labels.isna().sum() < len(labels)
     for stage in ("embed", "predict"):
         assert "embed.min_expressed_frac is 0.9; " in run(stage, tmp_path / "few.h5ad", "--min-expressed-frac", "0.9")
     assert run("predict", tmp_path / "few.h5ad", "--min-coverage-frac", "2") == (
@@ -135,8 +135,8 @@ def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simul
         assert repr(added.uns["cellmill_prediction"]) == repr(expected.uns["cellmill_prediction"])
         if name == "all":
             assert {"cellmill_label", "cellmill_label_tissue", "cellmill_value"} <= {*made.obs}
-            assert list(made.labels) == list(expected.obs["cellmill_label"])
-            assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin", "unknown"]
+            assert list(made.labels.astype(str)) == list(expected.obs["cellmill_label"].astype(str))
+            assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin"]
     assert {"cellmill_value"} == {*made.obs}
     with pytest.raises(ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"):
         _ = made.labels
@@ -239,25 +239,25 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
     tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str], smallest: float | None
 ) -> None:
     model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS)
-    cells = _cells(tmp_path, corpus, ["T cell", "unknown", None, "B cell"])
+    cells = _cells(tmp_path, corpus, ["T cell", "HSC", None, "B cell"])
     options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": smallest}})
     predict.predict(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
     obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
-    known, n_other = obs["kind"].isin(LABELS), (obs["kind"] == "unknown").sum()
+    known, n_other = obs["kind"].isin(LABELS), (obs["kind"] == "HSC").sum()
     equal = int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum())
     lines = capsys.readouterr().out.splitlines()
     assert "cells: 100.0% of counts on known genes" in lines
     counted = obs["cellmill_label"].value_counts()
     most = ", ".join(f"{label} {n:,}" for label, n in counted[counted > 0].items())
     assert [line for line in lines if f"; most as {most} -> " in line]
-    agree = f"cells: {equal} of the {known.sum()} cells whose kind the model knows have it as predicted label "
-    n_open = int((~obs["cellmill_label"].isin(LABELS))[known].sum())
-    assert bool(n_open) == bool(smallest)
-    unknown = f"; {n_open} of them are unknown" if n_open else ""
-    assert f"{agree}({equal / known.sum():.3f}){unknown}" in lines
+    n_rejected = int(obs["cellmill_label"].isna()[known].sum())
+    assert bool(n_rejected) == bool(smallest)
+    rejected = f", {n_rejected} rejected" if n_rejected else ""
+    agree = f"cells: kind: {equal} of {known.sum()} ({equal / known.sum():.3f}{rejected}) as in the file, no accuracy: "
+    assert [line for line in lines if line.startswith(agree)]
     assert (
         f"cells: warning: obs column kind: {n_other} of {known.sum() + n_other} labelled cells have a label that the "
-        f"model does not know: 'unknown' {n_other}"
+        f"model does not know: 'HSC' {n_other}"
     ) in lines
 
 
@@ -304,6 +304,8 @@ def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expec
     assert made.obsm["X_umap"].shape == (made.n_obs, 2)
     probabilities = made.obsm["cellmill_probabilities"]
     best = np.array(made.uns["cellmill_prediction"]["labels"])[probabilities.argmax(1)]
-    expected = np.where(probabilities.max(1) < 0.5, "unknown", best)
-    np.testing.assert_array_equal(made.obs["cellmill_label"], expected)
-    assert len({*expected}) > 1
+    rejected = probabilities.max(1) < 0.5
+    np.testing.assert_array_equal(made.obs["cellmill_rejected"], rejected)
+    np.testing.assert_array_equal(made.obs["cellmill_label"].isna(), rejected)
+    np.testing.assert_array_equal(made.obs["cellmill_label"][~rejected], best[~rejected])
+    assert 0 < rejected.sum() < len(rejected)

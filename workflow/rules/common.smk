@@ -89,7 +89,7 @@ def check_named_files():
 
 def repeat_reasons(log):
     """Print why jobs failed as the last lines, below what Snakemake prints about them as it ends."""
-    if elsewhere() and (reasons := reasons_of_failed(log)):
+    if reasons := reasons_of_failed(log):
         atexit.register(print, *reasons, sep="\n", file=sys.stderr)
 
 

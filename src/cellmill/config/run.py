@@ -198,7 +198,7 @@ class Predict(Section):
     """Labels of cells by the exported model of a run with objective classification."""
 
     min_probability: float | None = Field(None, gt=0, lt=1)
-    """Minimum calibrated probability of a cell's predicted label; cells below it are `unknown`."""
+    """Minimum calibrated probability of a cell's predicted label; cells below it get none."""
     min_accuracy: float | None = Field(None, gt=0, le=1)
     """Minimum accuracy among the validation cells that get a label: min_probability is then the lowest value that
     reaches it. null, with min_probability null too, labels every cell."""

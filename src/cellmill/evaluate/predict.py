@@ -7,8 +7,9 @@ classifiers, the others are in `more_classifiers`, by part. `regressors` lists t
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,22 @@ import pandas as pd
 
 from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
+from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import text_of
+from cellmill.data.shards.index import DATASET, text_of
 from cellmill.data.shards.obs import values_of_column
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import NO_VALIDATION, STEPS, classifications_of, regressions_of, run_head
 from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
 from cellmill.models.objectives.labels import Classification, softmax
 
-UNKNOWN = "unknown"
 MOST_NAMES = 20  # labels that are named, the most frequent
 LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
+REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
+SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
 VALUE = "cellmill_value"  # obs
 ABOUT_PREDICTION = "cellmill_prediction"  # uns
@@ -49,9 +53,23 @@ def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Clas
 class Predicted:
     """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads alike."""
 
-    obs: dict[str, Any]  # cellmill_label, cellmill_probability and cellmill_value, each (cells,)
+    obs: dict[str, Any]
+    """(cells,) each: cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a threshold, and
+    cellmill_seen_in_training if the model's training cells are known."""
     obsm: dict[str, np.ndarray]  # cellmill_probabilities, (cells, labels) float32, after the temperature
     about: dict[str, Any]  # uns["cellmill_prediction"]
+    agreement: list[str] = field(default_factory=list)  # sentences about labels that the file has too
+
+    def __repr__(self) -> str:
+        n_cells = len(next(iter(self.obs.values()), ()))
+        lines = [f"{n_cells:,} cells, obs: {', '.join(self.obs)}"]
+        for name, column in self.obs.items():
+            if name.startswith(LABEL):
+                counts = tally(np.asarray(column.dropna(), str))
+                lines.append(f"{name}: {_listed([f'{label!r} {n:,}' for label, n in counts.items()]) or 'no label'}")
+            elif name.startswith(REJECTED):
+                lines.append(f"{name}: {int(column.sum()):,}")
+        return "\n".join(["Predicted", *(f"    {line}" for line in [*lines, *self.agreement])])
 
     @property
     def labels(self) -> pd.Categorical:
@@ -95,37 +113,75 @@ def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: 
     return smallest
 
 
-def predict_heads(model: Model, config: dict[str, Any], embedding: Embedding, smallest: dict[str, float]) -> Predicted:
-    """Predictions of all heads for embedded cells; labels below `smallest` are unknown, missing without a vector."""
+def predict_heads(
+    model: Model,
+    config: dict[str, Any],
+    embedding: Embedding,
+    smallest: dict[str, float],
+    obs: pd.DataFrame,
+    seen: Seen,
+) -> Predicted:
+    """Predictions of all heads for embedded cells, compared with the labels in `obs`.
+
+    A label is missing below the probability in `smallest`, and for a cell without a vector.
+    """
     digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
     predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
+    if seen.cells is not None:
+        predicted.obs[SEEN] = seen.cells
+        predicted.about["n_seen_in_training"] = int(seen.cells.sum())
+    if seen.unknown:
+        predicted.about["training_cells_unknown"] = seen.unknown
     for end, (objective, classifier) in classifiers_of(model, config).items():
-        calibration, least = classifier["calibration"] or {}, smallest[end]
         logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
-        probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
-        highest, names = probabilities.max(axis=1), list(classifier["labels"])
-        categories = names if UNKNOWN in names or not least else [*names, UNKNOWN]
-        known, below = np.isfinite(highest), highest < least
-        codes = np.where(known, np.where(known[:, None], probabilities, 0).argmax(axis=1), -1)
-        if below.any():
-            codes[below] = categories.index(UNKNOWN)
-        predicted.obs[LABEL + end] = pd.Categorical.from_codes(codes, categories)
-        predicted.obs[PROBABILITY + end], predicted.obsm[PROBABILITIES + end] = highest, probabilities
-        about = {
-            "label_column": classifier["label_column"],
-            "labels": classifier["labels"],
-            "min_probability": least,
-            "n_unknown": int(below.sum()),
-        }
-        kept = ("temperature", "calibration_error", "n_cells")
-        about |= {key: calibration[key] for key in kept if key in calibration}
-        predicted.about.update({key + end: value for key, value in about.items()})
+        _predict_labels(predicted, end, classifier, logits, smallest[end])
+        column = classifier["label_column"]
+        if column in obs and column != DATASET:
+            assigned = np.asarray(predicted.obs[LABEL + end], object)
+            compared = compare_labels(column, label_texts(obs[column]), assigned, classifier["labels"], seen)
+            numbers, lines = compared
+            predicted.about.update({key + end: value for key, value in numbers.items()})
+            predicted.agreement.extend(lines)
     regressions = regressions_of(model.objective)
     for name, head in regressions.items():
         end = f"_{name}" if len(regressions) > 1 else ""
         predicted.obs[VALUE + end] = run_head(model, embedding.vectors, head.values)
         predicted.about[f"value_column{end}"] = head.config.target_column
     return predicted
+
+
+def _predict_labels(
+    predicted: Predicted, end: str, classifier: dict[str, Any], logits: np.ndarray, least: float
+) -> None:
+    """Add the labels of one head, whose `logits` are (cells, labels) and whose names get `end`."""
+    calibration = classifier["calibration"] or {}
+    probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
+    highest = probabilities.max(axis=1)
+    has_vector = np.isfinite(highest)
+    rejected = highest < least
+    best = np.where(has_vector[:, None], probabilities, 0).argmax(axis=1)
+    codes = np.where(has_vector & ~rejected, best, -1)
+    predicted.obs[LABEL + end] = pd.Categorical.from_codes(codes, list(classifier["labels"]))
+    predicted.obs[PROBABILITY + end] = highest
+    if least:
+        predicted.obs[REJECTED + end] = rejected
+    predicted.obsm[PROBABILITIES + end] = probabilities
+    about = {
+        "label_column": classifier["label_column"],
+        "labels": classifier["labels"],
+        "min_probability": least,
+        "n_rejected": int(rejected.sum()),
+    }
+    kept = ("temperature", "calibration_error", "n_cells")
+    about |= {key: calibration[key] for key in kept if key in calibration}
+    predicted.about.update({key + end: value for key, value in about.items()})
+
+
+def label_texts(column: pd.Series) -> np.ndarray:
+    """(cells,): labels as shards have them, None where there is none."""
+    codes, values = pd.factorize(column)
+    texts = [text_of(value) for value in values]
+    return np.array([*texts, None], object)[codes]
 
 
 class LoadedModel:
@@ -149,16 +205,17 @@ class LoadedModel:
         token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix holds no counts,
         or the model knows too few of its genes.
         """
-        return self._embed(adata, counts, dataset, options).vectors
-
-    def _embed(self, adata: Any, counts: str, dataset: str, options: dict[str, Any]) -> Embedding:
         section = check_options(Embed, options, "options of embed")
+        with self._reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
+        _warn(dataset, embedding)
+        return embedding.vectors
+
+    @contextmanager
+    def _reader(self, adata: Any, counts: str, dataset: str) -> Iterator[CountsReader]:
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
             reader.dataset = dataset
-            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
-        for line in limits_of(embedding):
-            warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
-        return embedding
+            yield reader
 
     def predict(
         self,
@@ -179,7 +236,27 @@ class LoadedModel:
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
         smallest = thresholds_of(self._model, self.config, section, str(self.folder))
-        return predict_heads(self._model, self.config, self._embed(adata, counts, dataset, options), smallest)
+        embed = check_options(Embed, options, "options of embed")
+        with self._reader(adata, counts, dataset) as reader:
+            embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
+            seen = mark_seen_cells(reader, self.folder)
+            predicted = predict_heads(self._model, self.config, embedding, smallest, reader.obs, seen)
+        _warn(dataset, embedding)
+        return predicted
+
+    def __repr__(self) -> str:
+        organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"
+        lines = [
+            f"{self.config['family']} of {self._model.vector_width:,} dimensions, "
+            f"{self.vocabulary.n_genes:,} genes ({organisms})",
+            f"labels: {_listed(self.labels) or 'none'}",
+        ]
+        return "\n".join([f"LoadedModel {self.folder}", *(f"    {line}" for line in lines)])
+
+
+def _warn(dataset: str, embedding: Embedding) -> None:
+    for line in limits_of(embedding):
+        warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
 
 
 def tally(values: np.ndarray) -> dict[str, int]:

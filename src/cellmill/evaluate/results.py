@@ -19,13 +19,23 @@ from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.errors import DataError
-from cellmill.evaluate.predict import ABOUT_PREDICTION, LABEL, PROBABILITIES, PROBABILITY, VALUE, Predicted
+from cellmill.evaluate.predict import (
+    ABOUT_PREDICTION,
+    LABEL,
+    PROBABILITIES,
+    PROBABILITY,
+    REJECTED,
+    SEEN,
+    VALUE,
+    Predicted,
+)
 from cellmill.files import atomic_path
 
 KEY, ABOUT = "X_cellmill", "cellmill"  # in obsm and uns
 OWN, EXTERNAL = f"obsm[{KEY!r}]", "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
+OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE)  # beginnings of the names of obs columns of `predict`
 
 
 def write_embedding(
@@ -48,7 +58,7 @@ def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
-        for name in [name for name in obs if name.startswith((LABEL, PROBABILITY, VALUE)) and name not in columns]:
+        for name in [name for name in obs if name.startswith(OWN_COLUMNS) and name not in columns]:
             del obs[name]
         for name in [name for name in file["obsm"] if name.startswith(PROBABILITIES) and name not in predicted.obsm]:
             del file["obsm"][name]

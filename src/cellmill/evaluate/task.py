@@ -28,14 +28,12 @@ from threadpoolctl import threadpool_limits
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tokens import SPECIAL, Tokens
-from cellmill.data.arrays import log_normalise, positions_in_rows, rank_buckets, summed
+from cellmill.data.arrays import log_normalise, rank_buckets, summed
 from cellmill.data.genes.names import GeneColumns, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, record, verify_changed
-from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
@@ -43,6 +41,7 @@ from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import load_for_inference
 from cellmill.evaluate.results import read_embedding
 from cellmill.evaluate.scores import ScoreColumn, against_best, differences, table_rows
+from cellmill.evaluate.seen import find_equal_cells, read_hashes
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.models.family import Model
@@ -83,7 +82,6 @@ class EvaluatedDatasets:
 
 MAX_TRAIN_CELLS = 200_000  # training cells read at most; shards are preshuffled, so the first ones are a random sample
 _ROWS = 4096  # cells per read
-_HASHED_ROWS = 1024
 
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
@@ -134,7 +132,6 @@ class TrainedCells:
 
     def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
         self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names
-        self._corpora: list[tuple[Vocabulary, list[np.ndarray]]] = []  # genes, and the hashes of each split's cells
         for manifest in manifests:
             if verify_changed(manifest):
                 record(manifest)
@@ -142,11 +139,8 @@ class TrainedCells:
                 for dataset, _, cell in (name.partition(":") for name in read_names(path, "obs")):
                     if dataset in self.seen:
                         self.seen[dataset].add(cell)
-        for manifest in {manifest.fingerprint: manifest for manifest in manifests}.values():
-            trained = [split for split in READ if manifest.splits[split].n_obs]
-            ids = read_names(manifest.shard_path(manifest.splits[trained[0]].shards[0]), "var").tolist()
-            genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
-            self._corpora.append((genes, [open_index(manifest, split, "hashes") for split in trained]))
+        by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
+        self._corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies, which is printed."""
@@ -159,24 +153,7 @@ class TrainedCells:
 
     def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
         """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of any name."""
-        found = np.zeros(reader.n_obs, bool)
-        for genes, trained in self._corpora if among.any() else ():
-            try:
-                target = match_columns(reader, genes).target
-            except DataError:
-                continue  # no gene in common: no copies
-            gene_hashes, last = hash_genes(genes.gene_ids), 0
-            for raw in reader.rows(_HASHED_ROWS):
-                first, last = last, last + raw.shape[0]
-                rows = np.flatnonzero(among[first:last])
-                if not len(rows):
-                    continue
-                block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
-                values = positions_in_rows(block.indptr) if reader.ordered else block.data
-                hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
-                for known in trained:
-                    found[first + rows] |= are_in(hashes, known)
-        return found
+        return find_equal_cells(reader, self._corpora, among)
 
 
 PCA_CELLS, COMPONENTS = 10_000, 50

@@ -99,6 +99,18 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     return [replace(one, best=f"{one.value:.3f}" == f"{top[one.dataset, one.task, one.metric]:.3f}") for one in found]
 
 
+def unscored(runs: list[ReportedRun]) -> list[str]:
+    """Sentences about evaluations in which every task was skipped."""
+    found = []
+    for run, dataset, entry in evaluated_datasets(runs):
+        reasons = {task.replace("_", " "): result["skipped"] for task, result in entry["tasks"].items()}
+        if None in reasons.values():
+            continue
+        words = "; ".join(f"{task}: {reason}" for task, reason in reasons.items()) or "none is configured"
+        found.append(f"{run.name} on {dataset}: nothing was scored, all {len(reasons)} tasks were skipped ({words})")
+    return found
+
+
 def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
     """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of whole cells, is one."""
     return {
@@ -278,6 +290,7 @@ def render(
         corpora=corpora,
         sweeps=sweeps,
         standings=standing,
+        unscored=unscored(runs),
         advice={r.name: next(advice(r, outcomes[r.name]), "") for r in runs},
         comparisons=compare_runs(runs),
         supervised={r.name: r.supervised_by for r in runs},

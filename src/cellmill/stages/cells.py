@@ -25,12 +25,11 @@ from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
-from cellmill.data.arrays import text_values
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
-from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array, text_of
+from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
@@ -38,6 +37,7 @@ from cellmill.evaluate.calibration import NO_VALIDATION
 from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
 from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of
 from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
+from cellmill.evaluate.seen import mark_seen_cells
 from cellmill.files import refuse_overwriting, sha256_file, write_json
 from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
 from cellmill.train.telemetry import memory_bytes
@@ -254,32 +254,28 @@ def predict(
     smallest = thresholds_of(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
-    predicted = predict_heads(network, config, embedding, smallest)
+        obs = reader.obs
+        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
+        seen = mark_seen_cells(reader, model)
+        predicted = predict_heads(network, config, embedding, smallest, obs, seen)
     write_prediction(out, obs, predicted, path if append else None)
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
     for end, (_, classifier) in classifiers_of(network, config).items():
-        column, labels = classifier["label_column"], classifier["labels"]
-        least, n_unknown = smallest[end], predicted.about[f"n_unknown{end}"]
-        unknown = f"{n_unknown:,} below probability {least:g} are unknown" if least else "none unknown"
-        counted = Counter(label for label in predicted.obs[LABEL + end] if isinstance(label, str))
-        most = ", ".join(f"{label} {n:,}" for label, n in counted.most_common(3)) or "no label"
-        lines.append(f"{len(obs):,} cells labelled by {column}, {unknown}; most as {most} -> {out}")
+        column = classifier["label_column"]
+        labels = predicted.obs[LABEL + end]
+        most = ", ".join(f"{label} {n:,}" for label, n in Counter(labels.dropna()).most_common(3)) or "no label"
+        rejected = "none rejected"
+        if smallest[end]:
+            n_rejected = predicted.about[f"n_rejected{end}"]
+            rejected = f"{n_rejected:,} below probability {smallest[end]:g} rejected, without a label"
+        lines.append(f"{len(obs):,} cells labelled by {column}, {rejected}; most as {most} -> {out}")
         if not classifier["calibration"]:
             why = classifier.get("uncalibrated", NO_VALIDATION)
             lines.append(f"warning: probabilities are not calibrated: {why}")
-        if column not in obs or column == DATASET:
-            continue
-        found = count_labels(obs, path.stem, column, labels)
-        if n_known := found.n_labelled - found.n_unknown:
-            given = pd.Series(text_values(obs[column].map(text_of, na_action="ignore")))
-            known, assigned = given.isin(labels), pd.Series(np.asarray(predicted.obs[LABEL + end], object))
-            n_equal, n_open = int((known & (given == assigned)).sum()), int((known & ~assigned.isin(labels)).sum())
-            lines.append(
-                f"{n_equal:,} of the {n_known:,} cells whose {column} the model knows have it as predicted label "
-                f"({n_equal / n_known:.3f})" + f"; {n_open:,} of them are unknown" * (n_open > 0)
-            )
-        lines += [f"warning: obs column {found.problem}"] if found.problem else []
+        if column in obs and column != DATASET:
+            found = count_labels(obs, path.stem, column, classifier["labels"])
+            lines += [f"warning: obs column {found.problem}"] if found.problem else []
+    lines += predicted.agreement
     numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]
     lines += [f"{len(obs):,} cells have a predicted {column} -> {out}" for column in numbers]
     for line in [*lines, *limits_of(embedding)]:

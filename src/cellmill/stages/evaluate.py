@@ -24,7 +24,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -168,6 +168,22 @@ def evaluate(
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
     write_json(out, metrics)  # last: its existence means that the others are complete
+    print(f"{summary(datasets)} -> {out}", flush=True)
+
+
+def summary(datasets: Mapping[str, Any]) -> str:
+    """How many tasks scored the model, and why each of the others did not."""
+    skipped = {
+        f"{dataset}, {task}": entry["skipped"]
+        for dataset, of_dataset in datasets.items()
+        for task, entry in of_dataset["tasks"].items()
+        if entry["skipped"] is not None
+    }
+    n_tasks = sum(len(of_dataset["tasks"]) for of_dataset in datasets.values())
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+    if len(skipped) == n_tasks:
+        return f"warning: nothing was scored, all {n_tasks} tasks were skipped ({reasons})"
+    return f"{n_tasks - len(skipped)} of {n_tasks} tasks scored" + (f", skipped: {reasons}" if skipped else "")
 
 
 @cache

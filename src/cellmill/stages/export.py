@@ -8,7 +8,6 @@ always a plain model. `config.json` is written last: its existence means that th
 import importlib
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from jinja2 import StrictUndefined, Template
 
 from cellmill.config import check_options
 from cellmill.config.load import stored_options
-from cellmill.config.options import ConsolidateOptions, TrainOptions
+from cellmill.config.options import ConsolidateOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
 from cellmill.evaluate.calibration import NO_VALIDATION, calibration_of, classifications_of, regressions_of
-from cellmill.files import read_json, write_json
+from cellmill.evaluate.seen import find_shards
+from cellmill.files import write_json
 from cellmill.finetune.method import load_method
 from cellmill.models.build import build
 from cellmill.models.export import fill_buffers, spec_of, write_model, write_tensors
@@ -123,7 +122,7 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
         return entries
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)
-    shards, problem = _shards(train, options, state["fingerprint"])
+    shards, problem = find_shards(train, options, state["fingerprint"])
     classifiers: dict[str, Any] = {}
     for name, head in heads.items():
         calibration = None if shards is None else calibration_of(model.eval(), options, shards, head)
@@ -137,20 +136,6 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
         classifiers[name] = known
     entries["classifier"] = classifiers.pop(next(iter(classifiers)))
     return entries | ({"more_classifiers": classifiers} if classifiers else {})
-
-
-def _shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
-    """Manifest of the shards that a run was trained on, also above its folder; or None, and why."""
-    record = train / "run.json"
-    if not record.exists():
-        return None, f"{record} is missing, which names the shards"
-    path = Path(read_json(record)["manifest"])
-    places = [place for place in (path, *(above / path for above in train.resolve().parents)) if place.exists()]
-    for place in places:
-        with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
-            if Manifest.read(place).fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
-                return place, ""
-    return None, f"{path} {'is of other shards by now' if places else 'was not found'}"
 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:

@@ -246,7 +246,7 @@ def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> It
     if (vocabulary.rows_of(names) >= 0).all():  # as of preprocessed cells: no table is read
         yield _Reading(names)
         return
-    known = _organisms(vocabulary)
+    known = organisms_of(vocabulary)
     best_frac = 0.0
     for organism in known:
         mapped = map_genes(names, var, organism)
@@ -273,7 +273,8 @@ def _carriers(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[s
     return {gene: found for gene, found in carriers.items() if len(found) > 1}
 
 
-def _organisms(vocabulary: Vocabulary) -> list[str]:
+def organisms_of(vocabulary: Vocabulary) -> list[str]:
+    """Organisms whose Ensembl ids a vocabulary has."""
     return [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
 
 
@@ -354,7 +355,7 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
     """
     unique = sorted({*names})
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in unique}
-    for organism in _organisms(vocabulary):
+    for organism in organisms_of(vocabulary):
         symbols = gene_table(organism).symbols
         for name in unique:
             gene = look_up(name, organism).gene

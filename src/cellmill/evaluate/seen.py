@@ -1,0 +1,231 @@
+"""Cells of a file that a model was trained on, and the agreement of its labels with those of the file.
+
+A cell is told by its counts of the vocabulary's genes, under any name: hashes of all training and validation cells lie
+beside the shards. A model folder does not contain them. They are found through train/run.json of the run that the
+folder is in, also for the models that the run started from or learnt from. A model that was copied elsewhere has lost
+its training cells, and its users are told so.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pandas as pd
+
+from cellmill.config.load import read_model_config, stored_options
+from cellmill.config.options import TrainOptions
+from cellmill.config.plugin import in_one_line
+from cellmill.data.arrays import positions_in_rows
+from cellmill.data.genes.names import match_columns
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index
+from cellmill.data.shards.manifest import READ, Manifest, verify
+from cellmill.data.shards.plan import select_genes
+from cellmill.data.shards.reader import read_names
+from cellmill.errors import DataError, UserError
+from cellmill.files import read_json
+
+HASHED_ROWS = 1024
+
+
+class HashedCorpus(NamedTuple):
+    """Genes of a corpus, and the hashes of its training and validation cells."""
+
+    genes: Vocabulary
+    hashes: list[np.ndarray]  # of each split, `(2, cells)` uint64 in ascending order
+
+
+def read_hashes(manifest: Manifest) -> HashedCorpus:
+    """Genes and cells of the shards that a training reads."""
+    splits = [split for split in READ if manifest.splits[split].n_obs]
+    first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
+    ids = read_names(first_shard, "var").tolist()
+    genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+    return HashedCorpus(genes, [open_index(manifest, split, "hashes") for split in splits])
+
+
+def find_equal_cells(reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray) -> np.ndarray:
+    """Mask, bool `(n_obs,)`, of the cells of mask `among` whose counts equal those of a cell of `corpora`."""
+    found = np.zeros(reader.n_obs, bool)
+    if not among.any():
+        return found
+    for genes, known in corpora:
+        try:
+            target = match_columns(reader, genes).target
+        except DataError:
+            continue  # no gene in common: no equal cells
+        gene_hashes = hash_genes(genes.gene_ids)
+        last = 0
+        for raw in reader.rows(HASHED_ROWS):
+            first, last = last, last + raw.shape[0]
+            rows = np.flatnonzero(among[first:last])
+            if not len(rows):
+                continue
+            block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
+            values = positions_in_rows(block.indptr) if reader.ordered else block.data
+            hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
+            for split in known:
+                found[first + rows] |= are_in(hashes, split)
+    return found
+
+
+def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
+    """Manifest of the shards that a run was trained on, also above its folder; or None, and why."""
+    record = train / "run.json"
+    if not record.exists():
+        return None, f"{record} is missing, which names the shards"
+    path = Path(read_json(record)["manifest"])
+    candidates = _existing(path, train)
+    for candidate in candidates:
+        with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
+            shards = Manifest.read(candidate)
+            if shards.fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
+                return candidate, ""
+    return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
+
+
+def _existing(path: Path, start: Path) -> list[Path]:
+    """Files or folders called `path` in the working directory and in each folder above `start`."""
+    return [found for found in (path, *(above / path for above in start.resolve().parents)) if found.exists()]
+
+
+class Training(NamedTuple):
+    """Shards that a model and its ancestors were trained on, as far as they can be found."""
+
+    manifests: list[Manifest]
+    own_missing: str  # why the model's own shards were not found; empty if they were
+    ancestors_missing: list[str]  # models before it whose shards were not found
+
+
+def find_training(model: Path) -> Training:
+    """The shards of the exported model in the folder `model`, and of the models that it came from."""
+    manifests, problem, ancestors = _own_training(model)
+    if problem:
+        return Training([], problem, [])
+    missing: list[str] = []
+    visited = {model.resolve()}
+    for name, folder in ancestors:  # which grows
+        if folder is None:
+            missing.append(name)
+        elif folder.resolve() not in visited:
+            visited.add(folder.resolve())
+            found, problem, earlier = _own_training(folder)
+            manifests += found
+            ancestors += earlier
+            missing += [name] if problem else []
+    return Training(manifests, "", missing)
+
+
+Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
+
+
+def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
+    """Shards of one export, why they were not found, and the models that its run came from."""
+    train = _train_folder(model)
+    if train is None:
+        return [], f"{model} is not in the folder of its run, which names its training cells", []
+    try:
+        record = read_json(train / "run.json")
+        options = stored_options(record["options"], str(train / "run.json"))
+        fingerprint = read_model_config(model / "config.json").get("fingerprint")
+        path, problem = find_shards(train, options, str(fingerprint))
+        manifests = [] if path is None else [_verified(path)]
+    except (UserError, OSError, LookupError, TypeError, ValueError) as error:
+        return [], in_one_line(error), []
+    return manifests, problem, [*_ancestors(record, options, train)]
+
+
+def _train_folder(model: Path) -> Path | None:
+    """Folder of the training of an export: results/runs/RUN/model, or results/runs/RUN/steps/STEP/model."""
+    folder = model.resolve().parent
+    if folder.parent.name == "steps":
+        folder = folder.parents[1]
+    return folder / "train" if (folder / "train" / "run.json").is_file() else None
+
+
+def _verified(path: Path) -> Manifest:
+    """The manifest at `path`. Raises DataError if its hashes of cells are damaged."""
+    manifest = Manifest.read(path)
+    verify(manifest, [manifest.splits[split].index["hashes"] for split in READ if manifest.splits[split].n_obs])
+    return manifest
+
+
+def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> Iterator[Ancestor]:
+    """Models that a run started from or learnt from."""
+    if (parent := record.get("init_from")) is not None:
+        yield parent, next(iter(_existing(Path(parent), train)), None)
+    for part in options.objective.each():
+        if (teacher := getattr(part, "teacher", None)) is not None:
+            folder = train.parents[1] / teacher / "model"
+            yield f"its teacher {teacher}", folder if folder.is_dir() else None
+
+
+class Seen(NamedTuple):
+    """Cells of a file that a model has seen in training or validation."""
+
+    cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
+    unknown: str  # what is not known about the training cells, in words; empty if all are known
+
+
+def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
+    """Cells of `reader` that the exported model in the folder `model`, or a model before it, was trained on."""
+    training = find_training(model)
+    if training.own_missing:
+        return Seen(None, training.own_missing)
+    by_fingerprint = {manifest.fingerprint: manifest for manifest in training.manifests}
+    corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
+    unknown = ""
+    if training.ancestors_missing:
+        unknown = f"the training cells of {', '.join(training.ancestors_missing)}, before it, are not known"
+    return Seen(find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool)), unknown)
+
+
+class Agreement(NamedTuple):
+    """Numbers of cells whose label in the file the model knows, and of those that have it as predicted label."""
+
+    n_cells: int
+    n_right: int
+    n_rejected: int  # without a predicted label, counted as wrong
+
+    @classmethod
+    def of_labels(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
+        """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
+        return cls(
+            n_cells=int(among.sum()),
+            n_right=int((among & (given == predicted)).sum()),
+            n_rejected=int((among & pd.isna(predicted)).sum()),
+        )
+
+    def words(self) -> str:
+        rejected = f", {self.n_rejected:,} rejected" if self.n_rejected else ""
+        return f"{self.n_right:,} of {self.n_cells:,} ({self.n_right / self.n_cells:.3f}{rejected})"
+
+
+def compare_labels(
+    column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
+) -> tuple[dict[str, Any], list[str]]:
+    """Numbers and sentences about the labels `given` in obs column `column` against `predicted`, both (cells,).
+
+    Only cells whose label is `known` to the model are compared, and only unseen ones have an accuracy.
+    """
+    compared = np.isin(given.astype(str), np.array(known, str)) & ~pd.isna(given)
+    if not compared.any():
+        return {}, []
+    if seen.cells is None:
+        every = Agreement.of_labels(given, predicted, compared)
+        line = f"{column}: {every.words()} as in the file, no accuracy: unknown whether the model was trained on them"
+        return {}, [f"{line} ({seen.unknown})"]
+    unseen = Agreement.of_labels(given, predicted, compared & ~seen.cells)
+    trained = Agreement.of_labels(given, predicted, compared & seen.cells)
+    numbers: dict[str, Any] = {"n_labelled_unseen": unseen.n_cells, "n_labelled_seen": trained.n_cells}
+    lines = []
+    if unseen.n_cells:
+        numbers["accuracy"] = unseen.n_right / unseen.n_cells
+        note = f"; {seen.unknown}" if seen.unknown else ""
+        lines.append(f"{column}: accuracy on cells that the model was not trained on: {unseen.words()}{note}")
+    if trained.n_cells:
+        lines.append(f"{column}: no accuracy, cells of its training or validation: {trained.words()} as in the file")
+    return numbers, lines
