@@ -102,7 +102,12 @@ def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
     assert some.uns["cellmill_prediction"]["n_rejected"] > 0
     before = ad.read_h5ad(raw)
     assert (some.X != before.X).nnz == 0
-    assert list(some.obs.columns) == [*before.obs.columns, "cellmill_label", "cellmill_probability", "cellmill_rejected"]
+    assert list(some.obs.columns) == [
+        *before.obs.columns,
+        "cellmill_label",
+        "cellmill_probability",
+        "cellmill_rejected",
+    ]
     given = ["predict", "--model", str(model), "--input", str(raw), "--out", str(tmp_path / "b.h5ad"), "--options"]
     config = json.loads((model / "config.json").read_text())
     config["classifier"]["calibration"]["accuracy_above"] = [0.5, 0.75, None]

@@ -34,6 +34,39 @@ def check_name(name: Any) -> str:
     return str(name)
 
 
+NO_LABEL = (
+    *("na", "n a", "nan", "none", "missing", "blank"),
+    *("unknown", "unk", "unidentified", "undefined", "undetermined", "unspecified", "not known", "not determined"),
+    *("unassigned", "not assigned", "unclassified", "not classified"),
+    *("unannotated", "not annotated", "unlabeled", "unlabelled", "not labeled", "not labelled"),
+    *("not available", "not applicable", "not reported", "not provided", "to be determined", "tbd"),
+    *(
+        "doublet",
+        "doublets",
+        "multiplet",
+        "multiplets",
+        "low quality",
+        "lowquality",
+        "debris",
+        "empty droplet",
+        "empty droplets",
+    ),
+    *("cell", "native cell", "animal cell", "eukaryotic cell"),
+)
+"""Texts that mean no label, as `plain_label` writes them. The last line are terms of the Cell Ontology for any cell."""
+
+
+def plain_label(text: str) -> str:
+    """A label in lower case, its words joined by single spaces; empty without a letter or a digit.
+
+    A last word such as cells is left out if it has another before it: `Unknown cells` is `unknown`.
+    """
+    words = re.findall(r"\w+", text.replace("_", " ").casefold())
+    while len(words) > 1 and words[-1] in ("cell", "cells", "type", "celltype") and " ".join(words) not in NO_LABEL:
+        words.pop()
+    return " ".join(words)
+
+
 class ObsColumns(Section):
     """Columns of the table that are about obs: each obs column is looked for before anything is computed."""
 
@@ -49,6 +82,9 @@ class ObsColumns(Section):
     """Tab-separated file with the columns `from` and `to`, which renames values of the label in preprocessed cells and
     all that follows; of several labels one for each, or nothing, separated by |. Cells whose `to` is empty get no
     label; labels not listed stay, and are reported. A `from` that no cell has is refused. `filter` comes before."""
+    no_label: str | None = None
+    """Texts of labels that mean no label, separated by |, in place of the list in docs/data.md (`unknown`, `nan`,
+    `Unassigned`, `doublet`, ...); - for none, so that each of these is a class. Cells that have one get no label."""
     batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
     donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
     condition: str | None = None
@@ -89,6 +125,16 @@ class ObsColumns(Section):
         """Path of the label map by name of the label in preprocessed cells, of the labels that have one."""
         paths = map(str.strip, (self.label_map or "").split("|"))
         return {name: path for name, path in zip(self.label_names, paths) if path}
+
+    def means_no_label(self, label: str) -> bool:
+        """True for a text that stands for a missing label; upper and lower case, `_` and punctuation are the same."""
+        if self.no_label is None:
+            plain = plain_label(label)
+            return not plain or plain in NO_LABEL
+        if self.no_label.strip() == "-":
+            return False
+        listed = [text.strip().casefold() for text in self.no_label.split("|")]
+        return label.strip().casefold() in listed
 
     @property
     def roles(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
 from cellmill.data.genes.names import organisms_of
@@ -138,8 +139,8 @@ def predict_heads(
         column = classifier["label_column"]
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL + end], object)
-            compared = compare_labels(column, label_texts(obs[column]), assigned, classifier["labels"], seen)
-            numbers, lines = compared
+            given = label_texts(obs[column], classifier["labels"])
+            numbers, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
             predicted.about.update({key + end: value for key, value in numbers.items()})
             predicted.agreement.extend(lines)
     regressions = regressions_of(model.objective)
@@ -177,10 +178,13 @@ def _predict_labels(
     predicted.about.update({key + end: value for key, value in about.items()})
 
 
-def label_texts(column: pd.Series) -> np.ndarray:
-    """(cells,): labels as shards have them, None where there is none."""
+def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
+    """(cells,): labels as shards have them. None where there is none, or a text that means none and is not `known`."""
     codes, values = pd.factorize(column)
-    texts = [text_of(value) for value in values]
+    texts: list[str | None] = [text_of(value) for value in values]
+    for at, text in enumerate(texts):
+        if isinstance(values[at], str) and text not in known and NO_COLUMNS.means_no_label(str(text)):
+            texts[at] = None
     return np.array([*texts, None], object)[codes]
 
 
@@ -282,8 +286,8 @@ def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[
     found = values_of_column(obs, dataset, column)
     if found is None:
         return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
-    codes, values = pd.factorize(found)
-    given = np.array([text_of(value) for value in values], object)[codes[codes >= 0]]
+    texts = label_texts(found, labels)
+    given = texts[~pd.isna(texts)]
     unknown = {label: n for label, n in tally(given).items() if label not in labels}
     n, n_unknown, problem = len(given), sum(unknown.values()), ""
     named = _listed([f"{label!r} {n:,}" for label, n in unknown.items()])

@@ -10,6 +10,7 @@ import numpy as np
 
 from cellmill.config import check_options
 from cellmill.config.checks import check_rows
+from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import INHERITED, read_model_config, unequal_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
@@ -131,6 +132,13 @@ def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], tra
             raise ConfigError(
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"
+            )
+        empty = [level for level in levels[name] if level != MISSING and NO_COLUMNS.means_no_label(level)]
+        if is_label and empty:
+            print(
+                f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n:,} classes may mean no label; name "
+                f"{name} as a label in the table of datasets, and these cells get none",
+                flush=True,
             )
     for option, name, named in options.objective.columns().named:
         known = [level for level in levels[name] if level != MISSING]

@@ -12,7 +12,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
-from cellmill.data.prepare.obs import sentence
+from cellmill.data.prepare.obs import sentence, sentence_of_empty
 from cellmill.data.prepare.preprocess import QUALITY, preprocess_cells, preprocess_sequences, strictest
 from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
@@ -95,6 +95,8 @@ def preprocess(
         print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
     for name, labels in qc.get("labels", {}).items():
         print(f"{dataset}: {sentence(name, labels)}")
+    for name, counts in qc.get("no_label", {}).items():
+        print(f"{dataset}: {sentence_of_empty(name, counts, dataset)}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")
     by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}

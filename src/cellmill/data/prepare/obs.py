@@ -55,6 +55,45 @@ def check_labels(label_map: Path, labels: Iterable[str], file: Path, column: str
     return by_label
 
 
+class EmptyLabels(NamedTuple):
+    """Texts of a label that mean no label, and the cells that had them."""
+
+    codes: np.ndarray  # (cells,) index into `texts`, -1 for other cells
+    texts: list[str]
+
+    def report(self, cells: np.ndarray) -> dict[str, int]:
+        """Number of the cells `cells`, bool, by text, the most frequent first."""
+        codes = self.codes[cells]
+        n_cells = np.bincount(codes[codes >= 0], minlength=len(self.texts)).tolist()
+        found = {text: n for text, n in zip(self.texts, n_cells) if n}
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def remove_empty_labels(labels: pd.Series, columns: ObsColumns) -> tuple[pd.Series, EmptyLabels | None]:
+    """A label with missing values for texts that mean none, and these texts; None if it has none of them."""
+    codes, values = pd.factorize(labels)
+    is_text = [isinstance(value, str) for value in values]
+    texts = [text_of(value) for value in values]
+    empty = [at for at, text in enumerate(texts) if is_text[at] and columns.means_no_label(text)]
+    if not empty:
+        return labels, None
+    position = np.full(len(values) + 1, -1, np.int64)  # the last is for missing values
+    position[empty] = np.arange(len(empty))
+    found = EmptyLabels(position[codes], [texts[at] for at in empty])
+    kept = np.array([*texts, None], object)[np.where(found.codes >= 0, -1, codes)]
+    return pd.Series(pd.Categorical(kept), index=labels.index), found
+
+
+def sentence_of_empty(name: str, counts: dict[str, int], dataset: str, most: int = 10) -> str:
+    """Which texts of a label were taken for none, for the log."""
+    shown = ", ".join(f"{text!r} {n:,}" for text, n in [*counts.items()][:most])
+    more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
+    return (
+        f"label {name}: {sum(counts.values()):,} cells have a text that means no label, and get none: {shown}{more}; "
+        f"set no_label of dataset {dataset} in the table if these are classes"
+    )
+
+
 def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
     """What a map did to the kept cells, for the log."""
 
@@ -95,6 +134,7 @@ class ObsChoice(NamedTuple):
     keep: np.ndarray  # cells that the filter keeps; bool
     obs: pd.DataFrame  # all cells, with the columns to write
     mapped: dict[str, MappedLabels]  # labels with a map, by their name in the written cells
+    empty: dict[str, EmptyLabels]  # labels with texts that mean none, likewise
 
     def kept(self, cells: np.ndarray) -> pd.DataFrame:
         """obs of some cells (bool), categories without unused ones."""
@@ -104,9 +144,10 @@ class ObsChoice(NamedTuple):
         return frame
 
     def label_report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Entry `labels` of the QC report, on some cells (bool); empty without label maps."""
+        """Entries `labels`, of label maps, and `no_label` of the QC report, on some cells (bool); absent if empty."""
         reports = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
-        return {"labels": reports} if reports else {}
+        without = {name: counts for name, empty in self.empty.items() if (counts := empty.report(cells))}
+        return ({"labels": reports} if reports else {}) | ({"no_label": without} if without else {})
 
 
 def choose_obs(
@@ -153,7 +194,13 @@ def choose_obs(
             by_label = check_labels(Path(label_map), texts, reader.path, labels[name])
             mapped[name] = MappedLabels(codes, texts, by_label)
             new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)
-    return ObsChoice(keep, reader.obs[names.kept].rename(columns=names.originals).assign(**new), mapped)
+    empty: dict[str, EmptyLabels] = {}
+    for name, column in labels.items():
+        cleaned, found = remove_empty_labels(new[name] if name in names.labels else reader.obs[column], columns)
+        if found is not None:
+            new[name], empty[name] = cleaned, found
+    frame = reader.obs[names.kept].rename(columns=names.originals).assign(**new)
+    return ObsChoice(keep, frame, mapped, empty)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
