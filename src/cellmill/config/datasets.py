@@ -7,7 +7,7 @@ rows below, is an error, so that no row can vanish. pandas would take a second t
 import ast
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlsplit
@@ -92,7 +92,11 @@ class ObsColumns(Section):
     perturbation: str | None = None
     """obs column of the perturbation; preprocessed cells have it as `perturbation`."""
     control: str | None = None
-    """Value of untreated cells in the perturbation column, or else the condition column: `is_control` afterwards."""
+    """Value of untreated cells in the perturbation column, or else the condition column, or several values, separated
+    by |: `is_control` afterwards, under the name of the first."""
+    guide: str | None = None
+    """obs column of the guide of each cell: preprocess names controls without a guide, or with one that perturbed cells
+    have too. Empty: a column whose name and values say that it has guides, if there is one."""
     dose: str | None = Field(None, description="obs column of a dose, a number; preprocessed cells have it as `dose`.")
 
     def problems(self) -> Iterator[str]:
@@ -145,10 +149,19 @@ class ObsColumns(Section):
         """The role whose value `control` is."""
         return next((role for role in ("perturbation", "condition") if role in self.roles), None)
 
+    def controls_in(self, values: Collection[str]) -> list[str]:
+        """The values of `control`. A text with | that is itself one of `values` is one value."""
+        if self.control is None:
+            return []
+        if self.control in values:
+            return [self.control]
+        return [value for value in map(str.strip, re.split(r"(?<!\|)\|(?!\|)", self.control)) if value]
+
     @property
     def read_columns(self) -> dict[str, str]:
         """Every obs column of the file that the row names, and the columns of the table that name it."""
         read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
+        read += [(self.guide, "guide")] if self.guide is not None else []
         if self.filter is not None:
             read += [(name, "filter") for name in filter_columns(self.filter)]
         owners: dict[str, list[str]] = {}

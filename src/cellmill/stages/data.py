@@ -13,6 +13,7 @@ from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence, sentence_of_empty
+from cellmill.data.prepare.perturbations import describe_controls, describe_merged
 from cellmill.data.prepare.preprocess import QUALITY, preprocess_cells, preprocess_sequences, strictest
 from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
@@ -79,6 +80,9 @@ def preprocess(
     if reader.n_rounded:
         origin |= {"counts_rule": counts_rule, "n_rounded": reader.n_rounded}
     origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
+    notes = describe_merged(qc.get("perturbations", {}))  # the report shows them too
+    notes += describe_controls(qc["controls"]) if "controls" in qc else []
+    qc |= {"notes": notes} if notes else {}
     write_json(report, {"dataset": dataset, "source": origin, **qc})
     cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
@@ -95,8 +99,10 @@ def preprocess(
         print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
     for name, labels in qc.get("labels", {}).items():
         print(f"{dataset}: {sentence(name, labels)}")
-    for name, counts in qc.get("no_label", {}).items():
-        print(f"{dataset}: {sentence_of_empty(name, counts, dataset)}")
+    for name, n_cells in qc.get("no_label", {}).items():
+        print(f"{dataset}: {sentence_of_empty(name, n_cells, dataset)}")
+    for line in notes:
+        print(f"{dataset}: {line}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")
     by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}

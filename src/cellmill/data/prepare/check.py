@@ -61,8 +61,8 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
         if values := [str(value) for value in names.categories_of(column) or ()]:
-            fault = f"{where} has no {dataset.control!r} (control) in obs column {column!r}"
-            require_known(dataset.control, values, fault)
+            for control in dataset.controls_in(values):
+                require_known(control, values, f"{where} has no {control!r} (control) in obs column {column!r}")
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
         if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:

@@ -17,6 +17,7 @@ from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, re
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.perturbations import Controls, GeneNames, Merged, find_guides, merge_names
 from cellmill.data.shards.index import text_of
 from cellmill.errors import DataError, require_known
 
@@ -128,6 +129,21 @@ def name_columns(known: Iterable[str], keep_obs: list[str] | None, columns: ObsC
     return ColumnNames(kept, roles, changed, {name: f"{name}_original" for name in taken})
 
 
+class Treated(NamedTuple):
+    """What was done to the cells of a file."""
+
+    column: pd.Series  # perturbation or condition of each cell, one name for each combination of genes
+    texts: np.ndarray  # (cells,) text in the file, `nan` for a missing value
+    merged: Merged
+    controls: Controls | None  # None if the table names no control
+
+    def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
+        """Entries `perturbations` and `controls` of the QC report on the cells of mask `cells`."""
+        merged = self.merged.report(self.texts[cells])
+        controls = {} if self.controls is None else {"controls": self.controls.report(cells, depth)}
+        return ({"perturbations": merged} if merged else {}) | controls
+
+
 class ObsChoice(NamedTuple):
     """obs columns that preprocessing takes from a file."""
 
@@ -135,6 +151,7 @@ class ObsChoice(NamedTuple):
     obs: pd.DataFrame  # all cells, with the columns to write
     mapped: dict[str, MappedLabels]  # labels with a map, by their name in the written cells
     empty: dict[str, EmptyLabels]  # labels with texts that mean none, likewise
+    treated: Treated | None  # perturbations or conditions, if the table names a column
 
     def kept(self, cells: np.ndarray) -> pd.DataFrame:
         """obs of some cells (bool), categories without unused ones."""
@@ -142,6 +159,10 @@ class ObsChoice(NamedTuple):
         for name in frame.select_dtypes("category"):
             frame[name] = frame[name].cat.remove_unused_categories()
         return frame
+
+    def treatment_report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
+        """Entries of the QC report about perturbations and controls; `depth` are counts of all cells."""
+        return {} if self.treated is None else self.treated.report(cells, depth)
 
     def label_report(self, cells: np.ndarray) -> dict[str, Any]:
         """Entries `labels`, of label maps, and `no_label` of the QC report, on some cells (bool); absent if empty."""
@@ -151,12 +172,17 @@ class ObsChoice(NamedTuple):
 
 
 def choose_obs(
-    reader: CountsReader, keep_obs: list[str] | None, columns: ObsColumns, organism: str | None = None
+    reader: CountsReader,
+    keep_obs: list[str] | None,
+    columns: ObsColumns,
+    organism: str | None = None,
+    gene_organism: str | None = None,
 ) -> ObsChoice:
     """Evaluate the filter and name the roles. Reads no counts.
 
-    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role. Raises DataError
-    when a column is missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
+    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role, `gene_organism`
+    the one whose genes perturbations name. Raises DataError when a column is missing, a dose is no number, no cell has
+    the control's value, or the filter keeps no cell.
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
@@ -180,11 +206,12 @@ def choose_obs(
         new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
     if "dose" in new:
         new["dose"] = _numbers(reader, new["dose"])
-    if columns.control is not None and columns.controlled is not None:
-        values = text_values(column := new[columns.controlled], missing="nan")
-        fault = f"{reader.path}: no {columns.control!r} (the dataset's control) in obs column {column.name!r}"
-        require_known(columns.control, sorted({*values[keep]}), fault)
-        new[IS_CONTROL] = pd.Series(values == columns.control, index=column.index)
+    treated = None
+    if columns.controlled is not None:
+        treated = choose_controls(reader, columns, keep, gene_organism)
+        new[columns.controlled] = treated.column
+        if treated.controls is not None:
+            new[IS_CONTROL] = pd.Series(treated.controls.is_control, index=reader.obs.index)
     labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
     for name in names.labels:
         new[name] = reader.obs[labels[name]]
@@ -200,7 +227,36 @@ def choose_obs(
         if found is not None:
             new[name], empty[name] = cleaned, found
     frame = reader.obs[names.kept].rename(columns=names.originals).assign(**new)
-    return ObsChoice(keep, frame, mapped, empty)
+    return ObsChoice(keep, frame, mapped, empty, treated)
+
+
+def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray, organism: str | None) -> Treated:
+    """Perturbations, or else conditions, under one name each, and the control cells.
+
+    Raises DataError for a control that no cell of `keep` has.
+    """
+    source = reader.obs[columns.roles[str(columns.controlled)]]
+    missing = source.isna().to_numpy()
+    texts = text_values(source, missing="nan")  # so that a table can name missing values as controls
+    present = {*texts[keep]}
+    values = columns.controls_in(present)
+    for control in values:
+        fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
+        require_known(control, sorted(present), fault)
+    genes = GeneNames.read(reader, organism) if columns.controlled == "perturbation" else GeneNames((), None)
+    merged = merge_names(texts, values, genes)
+    names = np.array([merged.names[text] for text in texts], object)
+    column = source
+    if (names != texts).any():
+        names[missing & (names == "nan")] = None
+        column = pd.Series(pd.Categorical(names), index=source.index)
+    controls = None
+    if values:
+        is_control = np.array([text in values or merged.names[text] == values[0] for text in texts], bool)
+        perturbation = names.copy()
+        perturbation[is_control | missing] = None
+        controls = Controls(is_control, texts, find_guides(reader.obs, perturbation, columns.guide))
+    return Treated(column, texts, merged, controls)
 
 
 def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:

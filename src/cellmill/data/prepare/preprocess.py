@@ -112,7 +112,8 @@ def preprocess_cells(
 
     Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
     """
-    chosen = choose_obs(reader, options.keep_obs, columns, options.organism if options.organism_column else None)
+    organism_value = options.organism if options.organism_column else None
+    chosen = choose_obs(reader, options.keep_obs, columns, organism_value, options.organism)
     genes = name_genes(reader, options)
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
         cells = _measure(reader, genes, options, chosen.keep, passing)
@@ -129,7 +130,8 @@ def preprocess_cells(
         write_cells(
             out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip, recorded=recorded
         )
-    return _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
+    report = _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
+    return report | chosen.treatment_report(cells.reason < 0, cells.measures["n_counts"])
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
@@ -389,7 +391,12 @@ def preprocess_sequences(
         "nnz": nnz,
         "dtype": dtype.name,
     }
-    return report | distributions(options, {measure: lengths}, kept) | chosen.label_report(kept)
+    return (
+        report
+        | distributions(options, {measure: lengths}, kept)
+        | chosen.label_report(kept)
+        | chosen.treatment_report(kept, lengths)
+    )
 
 
 def _measure_sequences(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
