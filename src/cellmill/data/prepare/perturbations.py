@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.names import ID_COLUMNS, SEPARATOR, SYMBOL_COLUMNS
+from cellmill.data.genes.columns import text_columns
+from cellmill.data.genes.names import SEPARATOR
 from cellmill.data.genes.tables import gene_id, gene_table
 from cellmill.data.inputs.reader import CountsReader
 
@@ -31,7 +32,7 @@ CONTROL_WORD = re.compile(
 SHOWN = 10  # names in a line of the log
 
 
-class GeneNames:
+class KnownGenes:
     """Names that count as genes: those of a file, and the names in the tables of its organism."""
 
     def __init__(self, of_file: Collection[str], organism: str | None) -> None:
@@ -40,11 +41,11 @@ class GeneNames:
         self._tables = gene_table(organism).ids if organism is not None else {}
 
     @classmethod
-    def read(cls, reader: CountsReader, organism: str | None) -> "GeneNames":
+    def read(cls, reader: CountsReader, organism: str | None) -> "KnownGenes":
         names = [*reader.var_names]
-        for column in (*ID_COLUMNS, *SYMBOL_COLUMNS):
-            if column in reader.var:
-                names += text_values(reader.var[column]).tolist()
+        for texts in text_columns(reader.var).values():
+            if len({*texts}) > len(texts) / 2:  # names of genes, not their chromosomes or types
+                names += texts
         return cls({str(name) for name in names if name}, organism)
 
     def has_current(self, name: str) -> bool:
@@ -76,7 +77,7 @@ class Merged(NamedTuple):
         return {key: value for key, value in entries.items() if value}
 
 
-def merge_names(texts: Iterable[str], controls: Sequence[str], genes: GeneNames) -> Merged:
+def merge_names(texts: Iterable[str], controls: Sequence[str], genes: KnownGenes) -> Merged:
     """One name for each perturbation of a file; all `controls` get the name of the first."""
     unique = sorted({*texts})
     names, undivided = {}, {}
@@ -96,7 +97,7 @@ def merge_names(texts: Iterable[str], controls: Sequence[str], genes: GeneNames)
     return Merged(names, undivided)
 
 
-def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: GeneNames) -> list[str] | None:
+def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: KnownGenes) -> list[str] | None:
     """Genes of a combination, sorted, without controls; None if `text` is none at any of the delimiters."""
     for delimiter in delimiters:
         parts = _split(text, delimiter, controls)
@@ -211,8 +212,8 @@ def describe_controls(report: dict[str, Any]) -> list[str]:
     ]
     if control and perturbed and max(control, perturbed) > DEEPER * min(control, perturbed):
         lines.append(
-            f"warning: controls: their median counts are {control / perturbed:.2g} times as high as in the other cells; "
-            "measured changes include that difference in depth"
+            f"warning: controls: their median counts are {control / perturbed:.2g} times the other cells': "
+            "measured changes include this difference"
         )
     column = report.get("guide_column")
     if n := report.get("controls_without_guide"):
