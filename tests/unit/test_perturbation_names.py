@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.data.prepare.perturbations import KnownGenes, merge_names
+from cellmill.data.prepare.perturbations import TargetNames, merge_names
 from cellmill.report.collect import read_corpus
 from cellmill.report.page import render
 from tests.unit.small_corpus import prepare_by_commands
@@ -51,12 +51,12 @@ WHOLE = ["TP53", "HLA-A", "Y_RNA", "NKX2-1", "TP53_1", "sgMYC_2", "MYC_guide", "
 
 @pytest.mark.parametrize(("text", "name"), COMBINATIONS.items())
 def test_a_combination_of_genes_has_one_name(text: str, name: str) -> None:
-    assert merge_names([text], ["ctrl"], KnownGenes(GENES, "human")).names == {text: name}
+    assert merge_names([text], ["ctrl"], TargetNames(GENES, "human")).names == {text: name}
 
 
 @pytest.mark.parametrize("text", WHOLE)
 def test_a_gene_or_guide_with_a_delimiter_in_its_name_stays_whole(text: str) -> None:
-    found = merge_names([text], ["ctrl"], KnownGenes(GENES, "human"))
+    found = merge_names([text], ["ctrl"], TargetNames(GENES, "human"))
     assert found.names == {text: text}
     assert found.undivided == {}
 
@@ -64,13 +64,13 @@ def test_a_gene_or_guide_with_a_delimiter_in_its_name_stays_whole(text: str) -> 
 @pytest.mark.parametrize("delimiter", [":", "/", "&", " ", "--", "-", " and "])
 def test_genes_joined_by_an_unknown_delimiter_are_named(delimiter: str) -> None:
     text = f"TP53{delimiter}MYC"
-    found = merge_names([text], [], KnownGenes(GENES, "human"))
+    found = merge_names([text], [], TargetNames(GENES, "human"))
     assert found.names == {text: text}
     assert found.undivided == {text: delimiter}
 
 
 def test_genes_without_an_organism_are_those_of_the_file() -> None:
-    found = merge_names(["g2_g1", "KRAS_EGFR"], [], KnownGenes(["g1", "g2"], None)).names
+    found = merge_names(["g2_g1", "KRAS_EGFR"], [], TargetNames(["g1", "g2"], None)).names
     assert found == {"g2_g1": "g1+g2", "KRAS_EGFR": "KRAS_EGFR"}
 
 

@@ -17,7 +17,7 @@ from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, re
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.prepare.perturbations import Controls, KnownGenes, Merged, find_guides, merge_names
+from cellmill.data.prepare.perturbations import Controls, Merged, TargetNames, find_guides, merge_names
 from cellmill.data.shards.index import text_of
 from cellmill.errors import DataError, require_known
 
@@ -243,7 +243,7 @@ def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray,
     for control in values:
         fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
         require_known(control, sorted(present), fault)
-    genes = KnownGenes.read(reader, organism) if columns.controlled == "perturbation" else KnownGenes((), None)
+    genes = TargetNames.read(reader, organism) if columns.controlled == "perturbation" else TargetNames((), None)
     merged = merge_names(texts, values, genes)
     names = np.array([merged.names[text] for text in texts], object)
     column = source

@@ -32,7 +32,7 @@ CONTROL_WORD = re.compile(
 SHOWN = 10  # names in a line of the log
 
 
-class KnownGenes:
+class TargetNames:
     """Names that count as genes: those of a file, and the names in the tables of its organism."""
 
     def __init__(self, of_file: Collection[str], organism: str | None) -> None:
@@ -41,7 +41,7 @@ class KnownGenes:
         self._tables = gene_table(organism).ids if organism is not None else {}
 
     @classmethod
-    def read(cls, reader: CountsReader, organism: str | None) -> "KnownGenes":
+    def read(cls, reader: CountsReader, organism: str | None) -> "TargetNames":
         names = [*reader.var_names]
         for texts in text_columns(reader.var).values():
             if len({*texts}) > len(texts) / 2:  # names of genes, not their chromosomes or types
@@ -77,7 +77,7 @@ class Merged(NamedTuple):
         return {key: value for key, value in entries.items() if value}
 
 
-def merge_names(texts: Iterable[str], controls: Sequence[str], genes: KnownGenes) -> Merged:
+def merge_names(texts: Iterable[str], controls: Sequence[str], genes: TargetNames) -> Merged:
     """One name for each perturbation of a file; all `controls` get the name of the first."""
     unique = sorted({*texts})
     names, undivided = {}, {}
@@ -97,7 +97,7 @@ def merge_names(texts: Iterable[str], controls: Sequence[str], genes: KnownGenes
     return Merged(names, undivided)
 
 
-def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: KnownGenes) -> list[str] | None:
+def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: TargetNames) -> list[str] | None:
     """Genes of a combination, sorted, without controls; None if `text` is none at any of the delimiters."""
     for delimiter in delimiters:
         parts = _split(text, delimiter, controls)
