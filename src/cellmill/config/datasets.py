@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
-from pydantic import Field, StringConstraints, ValidationError, field_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from cellmill.config.corpus import NOT_WILDCARD, RESERVED, ROLES, Preprocess
 from cellmill.config.section import Section, error_line, explain, shown
@@ -182,6 +182,9 @@ _SECRET = re.compile(
 )
 
 
+_PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")  # a file of several AnnData, and one of them
+
+
 def is_url(text: str) -> bool:
     """True if an input is a URL, such as `s3://bucket/cells.h5ad`."""
     return _URL.match(text) is not None
@@ -221,9 +224,10 @@ class Dataset(ObsColumns):
     dataset: str = Field(description="Name, used in file names.")
     path: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)]
     """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working directory, or a URL;
-    without braces and < >."""
+    without braces and < >. `cells.h5mu#rna` is one modality of a file."""
     counts: str = "X"
-    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file."""
+    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file;
+    `expm1(raw)` recovers counts from logarithms and the obs column of each cell's counts."""
     counts_rule: CountsRule = "refuse"
     """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and alevin): refuse; round to
     the nearest whole number; or stochastic, a reproducible draw of one of the two nearest that keeps the expectation of
@@ -235,6 +239,16 @@ class Dataset(ObsColumns):
     max_mito_frac: float | None = Field(None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset.")
     source: str | None = Field(None, description="Source of the data, for the report.")
     licence: str | None = Field(None, description="Licence of the data, for the report.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _part_is_of_counts(cls, row: Any) -> Any:
+        """`cells.h5mu#rna` is a file and a part of it: the rules need the path of the file."""
+        path = row.get("path") if isinstance(row, dict) else None
+        match = _PART.fullmatch(path.strip()) if isinstance(path, str) and not is_url(path.strip()) else None
+        if match is None:
+            return row
+        return row | {"path": match[1], "counts": f"{match[2]}#{row.get('counts') or 'X'}"}
 
     _name_is_usable = field_validator("dataset")(check_name)
     _has_no_credentials = field_validator("path", "source")(check_url)

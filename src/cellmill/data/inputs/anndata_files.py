@@ -8,6 +8,8 @@ runs code.
 import os
 import warnings
 import zipfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,42 @@ from anndata.io import read_elem
 from zarr.storage import ZipStore
 
 from cellmill.data.arrays import text_index
+from cellmill.data.inputs.containers import add_columns, choose_part, is_anndata, parts_of
+from cellmill.data.inputs.derived.recovered import RecoveredCounts, matrix_to_recover
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.matrices import DenseMatrix, MemoryMatrix, SparseMatrix, checked_shape, is_array, size_problem
-from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH, CountSource, DeclaredNames, Format, require_matrix
+from cellmill.data.inputs.source import (
+    COUNTS_RULE,
+    GENE_LENGTH,
+    CountSource,
+    DeclaredNames,
+    Format,
+    look_at,
+    require_matrix,
+)
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
 NOTES = "uns/cellmill"  # of preprocessed cells: text on what was done to their counts
 RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
+_LOOKED_AT = 100  # cells
+_MANY_FILES = 2_000
+_SMALL_FILE = 4_096  # bytes
 _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
-def _is_anndata(file: Any) -> bool:
-    return file is not None and "obs" in file and "var" in file
-
-
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group."""
+    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group.
+
+    Of a file of several AnnData one is read (`containers.py`). `expm1(raw)` recovers counts from logarithms.
+    """
+    if not is_anndata(file):
+        return _open_part(path, file, counts)
+    if (logs := matrix_to_recover(counts)) is not None:
+        source = open_anndata(path, file, logs)
+        source.matrix = RecoveredCounts(path, logs, source.matrix, source.obs)
+        return source
     known = _matrices(file)
     require_matrix(path, counts, known)
     stored, genes = known[counts]
@@ -52,7 +72,8 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again")
     others = [name for name in known if name != counts]
     ranked = ordered and RANKED in file
-    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ranked, recorded=_read_record(file))
+    look, recorded = partial(_look, path, file), _read_record(file)
+    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ranked, recorded=recorded, look=look)
 
 
 def _read_record(file: Any) -> dict[str, str]:
@@ -69,8 +90,35 @@ def _read_record(file: Any) -> dict[str, str]:
     return recorded
 
 
+def _open_part(path: Path, file: Any, counts: str) -> CountSource:
+    """One AnnData of a file of several, whose part `counts` may name before a `#`."""
+    part, mark, name = counts.rpartition("#")
+    chosen = choose_part(path, file, part if mark else None)
+    source = open_anndata(Path(f"{path}#{chosen.rpartition('/')[2]}"), file[chosen], name)
+    places = file.get(f"obsmap/{chosen.rpartition('/')[2]}")
+    if "mod" in file and places is not None:
+        source.obs = add_columns(path, source.obs, _read_frame(path, file, "obs"), places)
+    if not mark:
+        source.notes.append(f"{chosen} is read, of {', '.join(parts_of(file))}")
+    return source
+
+
+def _look(path: Path, file: Any) -> dict[str, str]:
+    """What the first values of every matrix look like."""
+    looks = {}
+    for name, (stored, _) in _matrices(file).items():
+        try:
+            part = next(_matrix(path, name, file[stored]).parts(_LOOKED_AT))
+            looks[name] = look_at(part.data)
+        except (DataError, StopIteration):
+            looks[name] = "cannot be read"
+    return looks
+
+
 def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
-    """Names in an open HDF5 file; None before anndata 0.7."""
+    """Names in an open HDF5 file; None before anndata 0.7, and for a file of several AnnData."""
+    if not is_anndata(file):
+        return None
     obs = file["obs"]
     columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
     if not isinstance(columns, np.ndarray) or columns.ndim != 1:
@@ -83,13 +131,15 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
     """Names in a Zarr folder, by its JSON files alone."""
     obs, layers = path / "obs", path / "layers"
+    if (path / "mod").is_dir():
+        return None
     try:
         v3 = (obs / "zarr.json").exists()
         attributes = read_json(obs / "zarr.json")["attributes"] if v3 else read_json(obs / ".zattrs")
         columns = [str(name) for name in attributes["column-order"]]
     except (DataError, KeyError, TypeError):
         return None
-    counts = [name for name in ("X", "raw") if (path / name).is_dir()]
+    counts = [name for name, place in (("X", "X"), ("raw", "raw/X")) if (path / place).is_dir()]  # raw may be null
     names = sorted(layer.name for layer in layers.iterdir() if layer.is_dir()) if layers.is_dir() else []
     return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
 
@@ -128,7 +178,12 @@ def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
-            frame = _compound_frame(file, name) if is_array(file[name]) else read_elem(file[name])
+            if is_array(file[name]):
+                frame = _compound_frame(file, name)
+            elif "encoding-type" not in file[name].attrs and "column-order" not in file[name].attrs:
+                frame = _plain_frame(file[name])
+            else:
+                frame = read_elem(file[name])
     except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
@@ -151,6 +206,26 @@ def _compound_frame(file: Any, name: str) -> pd.DataFrame:
     return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
 
 
+def _plain_frame(group: Any) -> pd.DataFrame:
+    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array for each column."""
+    columns: dict[str, Any] = {}
+    for name in group:
+        item = group.get(name)
+        if is_array(item) and len(item.shape) == 1:
+            columns[str(name)] = _decoded(item[()])
+        elif item is not None and not is_array(item) and {"categories", "codes"} <= {*item}:
+            columns[str(name)] = pd.Categorical.from_codes(item["codes"][()], _decoded(item["categories"][()]))
+    named = group.attrs.get("_index", "_index")
+    named = named.decode() if isinstance(named, bytes) else str(named)
+    texts = [name for name, values in columns.items() if isinstance(values, np.ndarray) and values.dtype.kind == "O"]
+    unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
+    index = next((name for name in (named, "_index", "index", *unique, *texts) if name in columns), None)
+    if index is None:
+        raise ValueError("expected a data frame, got a group without a column of names")
+    names = columns.pop(index)
+    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+
+
 def _decoded(values: Any) -> np.ndarray:
     values = np.atleast_1d(values)
     if values.dtype.kind not in "SO":
@@ -166,8 +241,9 @@ def _is_zarr(path: Path, file: Any) -> bool:
 
 
 def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
+    note = None
     if path.is_dir():
-        _refuse_special(path)
+        note = _describe_tiny_files([*_checked_files(path)])
     elif not zipfile.is_zipfile(path):
         raise DataError(f"{path}: not a zip file")
     store: Any = path if path.is_dir() else ZipStore(path, mode="r")
@@ -177,27 +253,58 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
             raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json") from None
-        if not _is_anndata(group):
-            raise DataError(f"{path}: not an AnnData: no obs and var groups")
+        if not (is_anndata(group) or parts_of(group)):
+            raise DataError(f"{path}: not an AnnData: no obs and var groups{_of_pegasus(group)}")
         _check_sizes(path, group, counts)
         source = open_anndata(path, group, counts)
+    if note is not None:
+        source.notes.append(note)
     if not path.is_dir():
         source.close_file = store.close
     return source
 
 
-def _refuse_special(folder: Path) -> None:
-    """Raise DataError for anything in `folder` that is neither a file nor a folder of its own."""
+def _of_pegasus(group: Any) -> str:
+    """The way on for a Zarr of Pegasus, which stores cells and genes under other names."""
+    for name in group:
+        item = group.get(name)
+        if item is not None and not is_array(item) and "barcode_metadata" in item:
+            return "; it was written by Pegasus: write it as .h5ad (pegasusio.write_output(data, 'cells.h5ad'))"
+    return ""
+
+
+def _checked_files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Files in a folder. Raises DataError for anything that is neither a file nor a folder of its own."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                _refuse_special(Path(entry.path))
+                yield from _checked_files(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
                 kind = "a link" if entry.is_symlink() else "no regular file"
                 raise DataError(f"{entry.path}: {kind}; expected regular files alone: copy the folder with cp -rL")
+            else:
+                yield entry
+
+
+def _describe_tiny_files(files: list[os.DirEntry[str]]) -> str | None:
+    """A line for a folder of many small files, which anndata 0.13 writes with zarr before 3.1.4."""
+    if len(files) < _MANY_FILES:
+        return None
+    sample = files[:: len(files) // 200]
+    mean = sum(entry.stat().st_size for entry in sample) / len(sample)
+    if mean > _SMALL_FILE:
+        return None
+    return (
+        f"{len(files):,} files with {mean:,.0f} bytes on average are read about 40 times slower than large ones; write "
+        "it again with zarr 3.1.4 or later, or as .h5ad"
+    )
 
 
 def _check_sizes(path: Path, group: Any, counts: str) -> None:
+    if not is_anndata(group):
+        part, mark, counts = counts.rpartition("#")
+        group = group[choose_part(path, group, part if mark else None)]
+    counts = matrix_to_recover(counts) or counts
     obs = group["obs"]
     index = obs.get(str(obs.attrs.get("_index", "_index"))) if isinstance(obs, zarr.Group) else None
     if isinstance(index, zarr.Group):  # text of pandas 3: values and a mask
@@ -237,5 +344,10 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
     return CountSource(Path(dataset), counts, MemoryMatrix(matrix), obs, var, others, option=option)
 
 
-H5AD = Format(".h5ad", lambda path, file: _is_anndata(file), open_anndata, _names_in_h5ad)
+H5AD = Format(
+    ".h5ad, .h5mu",
+    lambda path, file: file is not None and (is_anndata(file) or bool(parts_of(file))),
+    open_anndata,
+    _names_in_h5ad,
+)
 ZARR = Format(".zarr", _is_zarr, _open_zarr, _names_in_zarr)

@@ -26,6 +26,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import fsspec
 
 from cellmill.config.datasets import check_url, is_url, redacted
+from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.h5 import one_line
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, user_cache, write_json
@@ -89,6 +90,7 @@ def read_record(path: Path) -> Fetched:
 
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
     """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced or written."""
+    path, _ = split_part(path)
     states = [(str(file), file.stat()) for file in ([path] if path.is_file() else _files_in(path))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
@@ -99,6 +101,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 def origin_of(path: Path) -> dict[str, Any]:
     """Name, SHA-256 and size of a local input, for reports; of a folder over its files by name."""
+    path, _ = split_part(path)
     if path.is_file():
         return {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
     whole, size = hashlib.sha256(), 0

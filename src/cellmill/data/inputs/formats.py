@@ -17,7 +17,8 @@ import h5py
 
 from cellmill.config import plugin
 from cellmill.data.inputs import anndata_files, fasta, mtx, soma, tenx_loom
-from cellmill.data.inputs.grouped import MODES, choose_mode, group_probes, is_split
+from cellmill.data.inputs.containers import split_part
+from cellmill.data.inputs.derived.grouped import MODES, choose_mode, group_probes, is_split
 from cellmill.data.inputs.h5 import open_h5, reading
 from cellmill.data.inputs.h5_walk import check_walk, is_hdf5
 from cellmill.data.inputs.matrices import size_problem
@@ -68,7 +69,7 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
     Prints on stderr how rows that are parts of genes were summed, and how cells with one name are told apart. Raises
     DataError when the input is missing, truncated or of no known format, lacks the matrix, or has no cells or genes.
     """
-    path = Path(path)
+    path, counts = split_part(Path(path), counts)
     with ExitStack() as stack:
         file = stack.enter_context(open_h5(path)) if is_hdf5(path) else None
         with reading(path):
@@ -83,7 +84,7 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
             source.obs = source.obs.set_axis(names, axis=0)
             source.notes.append(note)
         for note in source.notes:
-            print(f"{path}: {note}", file=sys.stderr, flush=True)
+            print(f"{source.path}: {note}", file=sys.stderr, flush=True)
         return CountsReader(source, stack.pop_all().close)
 
 
@@ -106,7 +107,7 @@ def _open_source(path: Path, file: h5py.File | None, counts: str) -> CountSource
 
 def open_dataset(path: Path, counts: str = "X") -> CountsReader:
     """Open the matrix `counts` of a user's input: HDF5 is walked by a child process first. Raises DataError."""
-    check_walk([path])
+    check_walk([split_part(path)[0]])
     return open_counts(path, counts)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.data.inputs.derived.row_order import OrderedRows
 from cellmill.data.inputs.h5 import reading
-from cellmill.data.inputs.row_order import OrderedRows
 from cellmill.errors import DataError
 from cellmill.files import named_errors
 

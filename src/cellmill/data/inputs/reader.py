@@ -63,6 +63,7 @@ class RoundedCounts:
         return None
 
 
+_ELSEWHERE = "<elsewhere>"  # where counts may be, which takes reading other matrices to say
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
@@ -127,7 +128,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
         """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that are not counts."""
-        values, hint = matrix.data, f"; {self._elsewhere()}"
+        values, hint = matrix.data, f"; {_ELSEWHERE}"
         if values.dtype in (np.float32, np.float64):
             with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
                 counts = values.astype(np.uint32)
@@ -172,6 +173,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
         if not bad.any():
             return
+        remedy = remedy.replace(_ELSEWHERE, self._elsewhere())
         index = int(bad.argmax())
         cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, index, side="right")) - 1]
         gene, value = self.var_names[matrix.indices[index]], matrix.data[index]
@@ -182,9 +184,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         )
 
     def _elsewhere(self) -> str:
-        if not self._source.others:
-            return "the file has no other matrix; use a file with raw counts"
-        return f"raw counts may be in {' or '.join(self._source.others)}: set {self._source.option}"
+        return self._source.elsewhere()
 
 
 def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:

@@ -5,7 +5,7 @@ entry point of the group `cellmill.input`. Values are read as stored; `CountsRea
 """
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,33 @@ COUNTS_RULE = "counts_rule"
 """Record of preprocessed cells: how their estimated counts were rounded."""
 GENE_LENGTH = "gene_length"
 """Record of preprocessed cells: how many of them had their counts divided by the lengths of genes."""
+
+
+COUNTED = "looks like counts"
+LOGS = "looks log-transformed"
+TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
+"""Columns of obs that may hold the depth of each cell."""
+_LOG_MAX = 15.0  # exp(15) is 3 million
+
+
+def look_at(values: np.ndarray) -> str:
+    """What some values of a matrix look like, in words."""
+    if values.dtype.kind not in "buif":
+        return "has no numbers"
+    if not np.isfinite(values).all():
+        return "has values that are not finite"
+    if (values < 0).any():
+        return "looks scaled"
+    if (values == np.floor(values)).all():
+        return COUNTED
+    return LOGS if values.max() < _LOG_MAX else "looks normalised"
+
+
+def looks_recoverable(looks: Mapping[str, str], obs: pd.DataFrame) -> str | None:
+    """The value of `counts` that recovers counts from logarithms and the cells' depths, if obs has these."""
+    logs = next((name for name, kind in looks.items() if kind == LOGS), None)
+    has_totals = any(name in obs for name in TOTALS)
+    return f"expm1({logs})" if logs is not None and has_totals else None
 
 
 @dataclass
@@ -43,6 +70,21 @@ class CountSource:
     recorded: dict[str, str] = field(default_factory=dict)  # of preprocessed cells, by COUNTS_RULE and others
     close_file: Callable[[], None] = lambda: None
     notes: list[str] = field(default_factory=list)  # sentences for the user on how the file was read
+
+    look: Callable[[], dict[str, str]] = dict  # what the values of every matrix look like, by the name of the matrix
+
+    def elsewhere(self) -> str:
+        """Where counts may be, in words, for a message that `matrix` has none."""
+        if not self.others:
+            return "the file has no other matrix; use a file with raw counts"
+        looks = self.look()
+        hopeful = [name for name in self.others if looks.get(name, COUNTED) == COUNTED]
+        if hopeful:
+            return f"raw counts may be in {' or '.join(hopeful)}: set {self.option}"
+        listed = ", ".join(f"{name} {kind}" for name, kind in looks.items())
+        recover = looks_recoverable(looks, self.obs)
+        remedy = f"set {self.option} to {recover}, or use" if recover else "use"
+        return f"no matrix in this file holds counts ({listed}); {remedy} a file with raw counts"
 
     def close(self) -> None:
         """Close the file and drop temporary ones."""

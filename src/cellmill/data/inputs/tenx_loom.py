@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.inputs.grouped import GroupedColumns
+from cellmill.data.inputs.derived.grouped import GroupedColumns
 from cellmill.data.inputs.matrices import (
     REAL,
     WHOLE,

@@ -13,8 +13,8 @@ from pathlib import Path
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
+from cellmill.data.inputs.derived.grouped import MODES
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
-from cellmill.data.inputs.grouped import MODES
 from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels, name_columns
 from cellmill.data.shards.index import DATASET, text_of

@@ -1,0 +1,107 @@
+"""Files that hold several AnnData: MuData (.h5mu, .zarr) with one a modality, SpatialData (.zarr) with tables.
+
+`path#rna` names one; `counts` may say it too, as `rna#X`. Without it the only one is read, or the only one with RNA.
+obs has the columns of the modality, and of the whole file if these have other names.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.inputs.matrices import WHOLE, is_array
+from cellmill.errors import DataError, require_known
+
+_RNA = re.compile(r"rna|gex|gene[ _-]?expression|transcriptom\w*|genes?", re.IGNORECASE)
+_FOLDERS = ("mod", "tables", "table")
+_ENSEMBL = re.compile(r"ENS[A-Z]*G\d{11}")
+
+
+def split_part(path: Path, counts: str = "X") -> tuple[Path, str]:
+    """The file of `path#part`, and `counts` as `part#counts`; both as they are if the path has no part."""
+    text = str(path)
+    file, mark, part = text.rpartition("#")
+    if not mark or not part or path.exists() or not Path(file).exists():
+        return path, counts
+    return Path(file), f"{part}#{counts}"
+
+
+def is_anndata(group: Any) -> bool:
+    """True for a group with obs and var that is no MuData."""
+    if group is None or is_array(group):
+        return False
+    return "obs" in group and "var" in group and "mod" not in group
+
+
+def parts_of(group: Any) -> dict[str, str]:
+    """Paths of the AnnData in a file of several, by name."""
+    found = {}
+    for folder in _FOLDERS:
+        members = group.get(folder)
+        if members is None or is_array(members):
+            continue
+        for name in sorted(members):
+            if is_anndata(members.get(name)):
+                found[str(name)] = f"{folder}/{name}"
+    return found
+
+
+def choose_part(path: Path, group: Any, wanted: str | None) -> str:
+    """Path of the AnnData `wanted`, by default the only one or the only one with RNA. Raises DataError listing all."""
+    found = parts_of(group)
+    if not found:
+        raise DataError(f"{path}: holds no AnnData: no group with obs and var in {', '.join(_FOLDERS)}")
+    if wanted is not None:
+        name = next((name for name, place in found.items() if place == wanted.strip("/")), wanted)
+        require_known(name, [*found], f"{path}: no modality or table {wanted!r}")
+        return found[name]
+    names = list(found)
+    if len(names) > 1:
+        names = [name for name in found if _RNA.fullmatch(name)] or [n for n in found if _has_genes(group[found[n]])]
+    if len(names) != 1:
+        listed = ", ".join(f"{name} ({_size(group[place])})" for name, place in found.items())
+        raise DataError(f"{path}: holds {listed}; name one, as in {path}#{next(iter(found))}")
+    return found[names[0]]
+
+
+def _names(frame: Any) -> Any:
+    """Stored index of a data frame; None if it has none."""
+    if is_array(frame):
+        return frame
+    array = frame.get(str(frame.attrs.get("_index", "_index")))
+    return array.get("values") if array is not None and not is_array(array) else array
+
+
+def _size(group: Any) -> str:
+    lengths = [getattr(_names(group[name]), "shape", None) for name in ("obs", "var")]
+    return " x ".join(f"{length[0]:,}" if length else "?" for length in lengths)
+
+
+def _has_genes(group: Any) -> bool:
+    """True if most of the first names are Ensembl ids of genes."""
+    array = _names(group["var"])
+    if not is_array(array) or len(array.shape) != 1 or array.dtype.names is not None:
+        return False
+    names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array[:100]]
+    return 2 * sum(bool(_ENSEMBL.match(name)) for name in names) > len(names)
+
+
+def add_columns(path: Path, obs: pd.DataFrame, whole: pd.DataFrame, places: Any) -> pd.DataFrame:
+    """obs of a modality with those columns of the whole file that it lacks.
+
+    `places` is MuData's obsmap: for each cell of the file its row in the modality, from 1, or 0.
+    """
+    names = [name for name in whole if name not in obs and ":" not in str(name)]
+    if not names or places is None or not is_array(places) or places.shape != (len(whole),):
+        return obs
+    if places.dtype.kind not in WHOLE:
+        return obs
+    rows = places[:].astype(np.int64).reshape(-1)
+    cells = np.flatnonzero(rows > 0)
+    if len(cells) != len(obs) or sorted(rows[cells].tolist()) != list(range(1, len(obs) + 1)):
+        raise DataError(f"{path}: damaged: obsmap does not name every cell of the modality once")
+    order = cells[np.argsort(rows[cells])]
+    more = whole[names].iloc[order].set_axis(obs.index, axis=0)
+    return pd.concat([obs, more], axis=1)

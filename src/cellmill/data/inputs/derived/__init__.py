@@ -1,0 +1,1 @@
+"""Matrices made from stored ones: columns summed, counts recovered, rows put in order."""

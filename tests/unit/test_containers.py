@@ -1,0 +1,213 @@
+"""Files of several AnnData, of other writers' data frames, and of logarithms: counts equal a truth, or a line."""
+
+import json
+import warnings
+from pathlib import Path
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import zarr
+from anndata.io import write_elem
+
+from cellmill.config.load import load_config
+from cellmill.data.inputs import anndata_files
+from cellmill.data.inputs.fetch import origin_of
+from cellmill.data.inputs.formats import declared_names, open_counts
+from cellmill.data.prepare.check import check_datasets
+from tests.unit.test_inputs import CELLS, GENES, OBS, h5ad, in_zarr, read, refusal
+from tests.unit.test_named_files import write_config
+
+
+def rna_of(counts: sp.csr_matrix) -> ad.AnnData:
+    return ad.AnnData(counts, OBS, pd.DataFrame(index=GENES), layers={"twice": counts * 2})
+
+
+def adt_of(counts: sp.csr_matrix) -> ad.AnnData:
+    """Antibodies of every second cell."""
+    return ad.AnnData(counts[::2, :4], OBS[::2], pd.DataFrame(index=["CD3", "CD4", "CD8", "CD19"]))
+
+
+def write_mudata(file: object, modalities: dict[str, ad.AnnData], donors: list[str]) -> None:
+    """As MuData stores them; in the whole file cells come in the opposite order of the first modality's."""
+    cells = CELLS[::-1]
+    obs = pd.DataFrame({"donor": donors[::-1], "rna:kind": "a"}, index=cells)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_elem(file, "obs", obs)
+        write_elem(file, "var", pd.DataFrame(index=[name for data in modalities.values() for name in data.var_names]))
+        for name, data in modalities.items():
+            write_elem(file, f"mod/{name}", data)
+            rows = {cell: row for row, cell in enumerate(data.obs_names, 1)}
+            places = np.array([rows.get(cell, 0) for cell in cells], np.uint32)
+            write_elem(file, f"obsmap/{name}", places)
+
+
+DONORS = [f"d{number % 7}" for number in range(230)]
+
+
+@pytest.fixture(params=["h5mu", "zarr"])
+def mudata(request: pytest.FixtureRequest, counts: sp.csr_matrix, tmp_path: Path) -> Path:
+    path = tmp_path / f"cells.{request.param}"
+    modalities = {"rna": rna_of(counts), "prot": adt_of(counts)}
+    if request.param == "h5mu":
+        with h5py.File(path, "w") as file:
+            write_mudata(file, modalities, DONORS)
+    else:
+        write_mudata(zarr.open_group(path, mode="w"), modalities, DONORS)
+    return path
+
+
+def test_the_only_rna_of_a_mudata_is_read_with_the_columns_of_the_whole(
+    mudata: Path, counts: sp.csr_matrix, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (read(mudata) != counts).nnz == 0
+    assert f"{mudata}#rna: mod/rna is read, of prot, rna\n" in capsys.readouterr().err
+    with open_counts(mudata) as reader:
+        assert reader.obs.index.tolist() == CELLS
+        assert reader.obs["donor"].tolist() == DONORS
+        assert list(reader.obs) == ["kind", "depth", "donor"]
+
+
+def test_a_modality_is_named_behind_the_path(mudata: Path, counts: sp.csr_matrix) -> None:
+    part = Path(f"{mudata}#prot")
+    assert (read(part) != counts[::2, :4]).nnz == 0
+    with open_counts(part) as reader:
+        assert reader.obs["donor"].tolist() == DONORS[::2]
+    assert (read(Path(f"{mudata}#rna"), "twice") != counts * 2).nnz == 0
+    assert (read(mudata, "rna#twice") != counts * 2).nnz == 0
+    assert "no modality or table 'atac'; there are: prot, rna" in refusal(Path(f"{mudata}#atac"))
+    assert origin_of(part) == origin_of(mudata)
+
+
+def test_modalities_are_listed_if_none_is_rna(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5mu"
+    with h5py.File(path, "w") as file:
+        write_mudata(file, {"one": rna_of(counts), "two": adt_of(counts)}, DONORS)
+    assert refusal(path) == f"{path}: holds one (230 x 37), two (115 x 4); name one, as in {path}#one"
+
+
+def test_the_table_of_a_spatialdata_is_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = tmp_path / "spatial.zarr"
+    root = zarr.open_group(path, mode="w")
+    root.create_group("images")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_elem(root.create_group("tables"), "table", rna_of(counts))
+        assert (read(path) != counts).nnz == 0
+        write_elem(root["tables"], "bins", adt_of(counts))
+        assert refusal(path).endswith(f"holds bins (115 x 4), table (230 x 37); name one, as in {path}#bins")
+        assert (read(Path(f"{path}#table")) != counts).nnz == 0
+
+
+def test_a_table_of_datasets_may_name_a_modality(
+    counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with h5py.File("cells.h5mu", "w") as file:
+        write_mudata(file, {"rna": rna_of(counts), "prot": adt_of(counts)}, DONORS)
+    config = load_config(write_config(Path(), one={"path": "cells.h5mu#prot"}))
+    check_datasets(config)
+    [name] = config.corpora
+    row = config.datasets(name)["one"]
+    assert (row.path, row.counts) == ("cells.h5mu", "prot#X")
+    assert (read(Path(row.path), row.counts) != counts[::2, :4]).nnz == 0
+
+
+def seurat(counts: sp.csr_matrix, path: Path, x: sp.csr_matrix, raw: sp.csr_matrix) -> Path:
+    """As SeuratDisk converts: data frames without attributes of anndata, logarithms in raw."""
+    obs = OBS.assign(n_counts=np.asarray(counts.sum(axis=1)).ravel())
+    data = ad.AnnData(x, obs, pd.DataFrame(index=GENES))
+    data.raw = ad.AnnData(raw, obs, pd.DataFrame(index=GENES))
+    data.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        for name in ("var", "raw/var"):
+            del file[name]
+            file[f"{name}/features"] = np.array(GENES, h5py.string_dtype())
+            file[f"{name}/vst.mean"] = np.arange(37.0)
+    return path
+
+
+def logs_of(counts: sp.csr_matrix, target: float) -> sp.csr_matrix:
+    depth = np.asarray(counts.sum(axis=1)).ravel()
+    return sp.csr_matrix(np.log1p(counts.toarray() / np.maximum(depth, 1)[:, None] * target).astype(np.float32))
+
+
+def test_data_frames_without_attributes_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = seurat(counts, tmp_path / "seurat.h5ad", counts, counts)
+    for matrix in ("X", "raw"):
+        with open_counts(path, matrix) as reader:
+            assert reader.var_names == GENES
+            assert reader.var["vst.mean"].tolist() == list(range(37))
+        assert (read(path, matrix) != counts).nnz == 0
+
+
+def test_a_file_without_counts_says_what_each_matrix_looks_like(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    logs = logs_of(counts, 1e4)
+    scaled = sp.csr_matrix(logs.toarray() - 0.5)
+    path = seurat(counts, tmp_path / "seurat.h5ad", scaled, logs)
+    looks = "no matrix in this file holds counts (X looks scaled, raw looks log-transformed)"
+    for matrix in ("X", "raw"):
+        assert refusal(path, matrix).endswith(
+            f"{looks}; set the dataset's `counts` to expm1(raw), or use a file with raw counts"
+        )
+    with h5py.File(path, "a") as file:
+        file["layers/umi"] = counts.toarray()
+    assert refusal(path).endswith("raw counts may be in umi: set the dataset's `counts`")
+
+
+@pytest.mark.parametrize("target", [1e4, 1e6, 1e5, "median"])
+def test_counts_are_recovered_exactly_from_logarithms(
+    target: float | str, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    depths = np.asarray(counts.sum(axis=1)).ravel()
+    scale = float(np.median(depths[depths > 0])) if target == "median" else float(target)
+    path = seurat(counts, tmp_path / "seurat.h5ad", counts, logs_of(counts, scale))
+    assert (read(path, "expm1(raw)") != counts).nnz == 0
+
+
+@pytest.mark.parametrize("target", [2e4, 5e3, 1234.5])
+def test_counts_are_not_recovered_with_another_scale(target: float, counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = seurat(counts, tmp_path / "seurat.h5ad", counts, logs_of(counts, target))
+    assert "expm1(raw) * n_counts / 10,000 gives no whole numbers, such as " in refusal(path, "expm1(raw)")
+
+
+def test_counts_are_not_recovered_without_depths(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = h5ad(logs_of(counts, 1e4), tmp_path / "logs.h5ad")
+    assert "expm1(X) needs the counts of each cell in an obs column; expected one of n_counts" in refusal(
+        path, "expm1(X)"
+    )
+
+
+def test_a_raw_that_is_null_is_no_raw_before_a_run(counts: sp.csr_matrix, tmp_path: Path) -> None:
+    path = in_zarr(counts, tmp_path)
+    (path / "raw").mkdir(exist_ok=True)
+    (path / "raw" / "zarr.json").write_text(
+        json.dumps({"shape": [], "data_type": "bool", "node_type": "array", "attributes": {"encoding-type": "null"}})
+    )
+    with declared_names(path) as names:
+        assert names is not None
+        assert names.counts == ["X"]
+
+
+def test_a_zarr_of_tiny_files_is_named(
+    counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = in_zarr(counts, tmp_path)
+    assert (read(path) != counts).nnz == 0
+    assert capsys.readouterr().err == ""
+    for number in range(300):
+        (path / "X" / f"more{number}").write_bytes(b"x" * 500)
+    monkeypatch.setattr(anndata_files, "_MANY_FILES", 300)
+    assert (read(path) != counts).nnz == 0
+    said = capsys.readouterr().err
+    assert "bytes on average are read about 40 times slower than large ones; write it again with zarr 3.1.4" in said
+
+
+def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
+    root = zarr.open_group(tmp_path / "pegasus.zarr", mode="w")
+    root.create_group("GRCh38-rna/barcode_metadata")
+    assert "it was written by Pegasus: write it as .h5ad (pegasusio.write_output" in refusal(tmp_path / "pegasus.zarr")
