@@ -11,6 +11,7 @@ import scipy.sparse as sp
 
 from cellmill.cli import main
 from cellmill.data.inputs.formats import open_counts
+from cellmill.errors import DataError
 
 soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
 pytestmark = pytest.mark.full
@@ -98,3 +99,30 @@ def test_an_experiment_whose_parts_are_elsewhere_is_refused(experiment: Path, tm
         made.set("ms", own.ms)
     with pytest.raises(Exception, match=r"experiment/obs is elsewhere; expected an experiment that holds its own data"):
         open_counts(other)
+
+
+@pytest.fixture(scope="module")
+def processed(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As tiledbsoma.io writes an AnnData whose X has logarithms of some genes, and whose raw has the counts of all."""
+    data = ad.AnnData(np.log1p(cells.X[:, :5]), cells.obs, cells.var.iloc[:5])
+    data.raw = cells
+    path = tmp_path_factory.mktemp("soma") / "processed"
+    io = pytest.importorskip("tiledbsoma.io")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io.from_anndata(str(path), data, "RNA")
+    return path
+
+
+def test_counts_of_the_measurement_raw_are_read_with_their_own_genes(cells: ad.AnnData, processed: Path) -> None:
+    with open_counts(processed, "raw") as reader:
+        assert (sp.vstack(list(reader.rows(5))).toarray() == cells.X.toarray()).all()
+        assert reader.n_vars == 9
+
+
+def test_the_layer_that_was_read_is_not_offered(processed: Path) -> None:
+    with open_counts(processed) as reader, pytest.raises(DataError) as error:
+        next(reader.rows())
+    assert str(error.value).endswith("raw counts may be in raw: set the dataset's `counts`")
+    with pytest.raises(DataError, match=r"no layer 'rw'; did you mean 'raw'\?"):
+        open_counts(processed, "rw")

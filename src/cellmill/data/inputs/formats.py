@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from cellmill.data.inputs.h5_walk import check_walk, is_hdf5
 from cellmill.data.inputs.matrices import size_problem
 from cellmill.data.inputs.reader import CountsReader, keep_apart
 from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
+from cellmill.data.inputs.text import counts as text_counts
 from cellmill.errors import ConfigError, DataError
 
 
@@ -36,6 +38,27 @@ def _to_convert(name: str, mark: str, command: str) -> Format:
 
     return Format(name, lambda path, file: (path / mark).is_file(), refuse)
 
+
+_HDF5_ENDS = (".h5ad", ".h5mu", ".h5", ".hdf5", ".loom", ".h5seurat")
+_MOST_LISTED = 12  # inputs of a folder
+_FROM_R = (
+    'in R write the counts with DropletUtils::write10xCounts("cells.h5", counts(sce)), '
+    'of Seurat with SeuratObject::LayerData(object, layer = "counts") for counts(sce)'
+)
+_HINTS = {
+    ".rds": _FROM_R,
+    ".rda": _FROM_R,
+    ".rdata": _FROM_R,
+    ".xlsx": "save the sheet as .csv",
+    ".xls": "save the sheet as .csv",
+    ".h5ad.gz": "unpack it with gunzip",
+    ".h5.gz": "unpack it with gunzip",
+    ".loom.gz": "unpack it with gunzip",
+    ".tar": "unpack it with tar -xf",
+    ".tar.gz": "unpack it with tar -xf",
+    ".bam": "count its reads first, with STARsolo or Cell Ranger",
+}
+"""What to do with files of no format, by the end of their names."""
 
 FORMATS = (
     *(fasta.FORMAT, anndata_files.ZARR, mtx.FORMAT, soma.FORMAT, anndata_files.H5AD, tenx_loom.TENX, tenx_loom.LOOM),
@@ -53,14 +76,39 @@ def formats() -> Iterator[Format]:
         if not isinstance(form, Format):
             raise ConfigError(f"input {name!r} is not a {Format.__module__}.Format; repair or remove the package")
         yield form
+    yield text_counts.FORMAT  # last: a package may read text tables of its own
 
 
 def _format_of(path: Path, file: h5py.File | None) -> Format:
     if (found := next((form for form in formats() if form.is_format(path, file)), None)) is not None:
         return found
-    if file is None and not path.is_dir():
+    if file is None and not path.is_dir() and (path.suffix in _HDF5_ENDS or not path.is_file()):
         open_h5(path).close()  # raises: missing, not a file, or not HDF5
-    raise DataError(f"{path}: no known format; there are: {', '.join(form.name for form in formats())}")
+    listed = f"no known format; there are: {', '.join(form.name for form in formats())}"
+    raise DataError(f"{path}: {listed}{_hint(path, file)}")
+
+
+def _hint(path: Path, file: h5py.File | None) -> str:
+    """The way on for an input of no format: inputs in a folder, or the command that converts a file."""
+    if path.is_dir():
+        below = list(islice(_inputs_below(path, depth=3), _MOST_LISTED))
+        return f"; it has {', '.join(below)}: give one of these" if below else ""
+    if file is not None and "assays" in file and "meta.data" in file:
+        return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'
+    return next((f"; {hint}" for end, hint in _HINTS.items() if path.name.lower().endswith(end)), "")
+
+
+def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
+    """Inputs in the folders of a folder, such as Gene/filtered of STARsolo's Solo.out."""
+    for item in sorted(folder.iterdir()):
+        if item.name.startswith(".") or item.is_symlink():
+            continue
+        if item.is_dir() and (mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)):
+            yield f"{item.name}/"
+        elif item.is_dir() and depth > 1:
+            yield from (f"{item.name}/{name}" for name in _inputs_below(item, depth - 1))
+        elif item.suffix in _HDF5_ENDS and is_hdf5(item):
+            yield item.name
 
 
 def open_counts(path: Path | str, counts: str = "X") -> CountsReader:

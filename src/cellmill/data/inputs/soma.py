@@ -1,8 +1,8 @@
 """SOMA experiments, such as CELLxGENE Census has one of each organism: local folders, and queries of any URI.
 
-A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`; `counts` is X (the layer
-`raw`) or the name of a layer. Counts are read a block of cells at a time. An experiment whose parts are elsewhere is
-refused.
+A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`; `counts` is X (the only
+layer, or `raw`), the name of a layer, or raw for measurement `raw`. Counts are read a block of cells at a time. An
+experiment whose parts are elsewhere is refused.
 """
 
 import json
@@ -22,6 +22,7 @@ from cellmill.errors import DataError, require_known
 
 _MARK = "__tiledb_group.tdb"
 _ROWS = "soma_joinid"
+_RAW = "raw"
 _CELLS = ("obs_id", "observation_joinid")
 _GENES = ("feature_id", "var_id")
 _PUBLIC = "s3://cellxgene-census-public-us-west-2/"
@@ -40,9 +41,8 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
         experiment = stack.enter_context(soma.open(uri, context=context))
         if not isinstance(experiment, soma.Experiment):
             raise DataError(f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens")
-        measurement = _chosen(name, experiment.ms, "RNA", "measurement")
-        layer = "raw" if counts == "X" else counts
-        array = _chosen(name, measurement.X, layer, "layer", counts == "X")
+        measurement, layer = _choose_layer(name, experiment.ms, counts)
+        array = measurement.X[layer]
         for part in (experiment.obs, measurement.var, array):
             if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
                 raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
@@ -50,9 +50,34 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
         if not len(obs):
             raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
         matrix = _SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
-        others = [other for other in measurement.X if other != layer]
+        others = [other for other in _layers(experiment.ms) if other != counts and (other, counts) != (layer, "X")]
         tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
         return CountSource(name, counts, matrix, *tables, others, close_file=stack.pop_all().close)
+
+
+def _choose_layer(name: Path, measurements: Any, counts: str) -> tuple[Any, str]:
+    """Measurement and layer that `counts` names: X is the only layer of RNA, or its layer `raw`.
+
+    tiledbsoma.io keeps the `raw` of an AnnData as a measurement `raw`, with one layer and genes of its own.
+    """
+    measurement = _chosen(name, measurements, "RNA", "measurement")
+    layers = sorted(measurement.X)
+    if counts == "X" and len(layers) == 1:
+        return measurement, layers[0]
+    if counts == _RAW and _RAW not in layers and _RAW in measurements:
+        raw = measurements[_RAW]
+        [layer] = [*raw.X] if len(raw.X) == 1 else [_RAW]
+        return raw, layer
+    wanted = _RAW if counts == "X" else counts
+    require_known(wanted, _layers(measurements), f"{name}: no layer {wanted!r}")
+    return measurement, wanted
+
+
+def _layers(measurements: Any) -> list[str]:
+    """Values of `counts` other than X."""
+    chosen = measurements["RNA"] if "RNA" in measurements else measurements[sorted(measurements)[0]]
+    layers = sorted(chosen.X)
+    return [*layers, *({_RAW} - {*layers} if _RAW in measurements else ())]
 
 
 class _SomaMatrix(StoredMatrix):

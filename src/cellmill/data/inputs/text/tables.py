@@ -33,8 +33,8 @@ _HEADERS = frozenset(
 _HEADER_WORDS = frozenset(
     "gene genes symbol symbols barcode barcodes cell cells feature features name names id".split()  # noqa: SIM905
 )
-_ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
-_BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
+ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
+BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
 _SAMPLE = 200  # rows that are looked at
 _CHUNK = 1 << 20  # bytes
 _TENX_TYPES = frozenset(
@@ -80,7 +80,7 @@ class TextTable:
     def content(self) -> str | None:
         """GENES or CELLS by Ensembl ids and barcodes in the first rows."""
         rows = self.first[1:] or self.first
-        for role, pattern in ((GENES, _ENSEMBL), (CELLS, _BARCODE)):
+        for role, pattern in ((GENES, ENSEMBL), (CELLS, BARCODE)):
             if rows and 2 * sum(any(map(pattern.search, row)) for row in rows) > len(rows):
                 return role
         return None
@@ -197,11 +197,11 @@ def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
     """True if `first` has a usual name of a column, or is the only line without an Ensembl id or barcode."""
     if {text.strip().lower() for text in first} & _HEADERS:
         return True
-    for pattern in (_ENSEMBL, _BARCODE):
+    for pattern in (ENSEMBL, BARCODE):
         if any(map(pattern.search, first)):
             return False
     return any(
-        len(others) > 2 and all(any(map(pattern.search, row)) for row in others) for pattern in (_ENSEMBL, _BARCODE)
+        len(others) > 2 and all(any(map(pattern.search, row)) for row in others) for pattern in (ENSEMBL, BARCODE)
     )
 
 
@@ -227,7 +227,7 @@ def gene_frame(table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()) -> tuple[
             key = name if name != "feature_types" or kinds & _TENX_TYPES else "feature_kind"
         elif number == 2 and kinds & _TENX_TYPES:
             key = "feature_types"
-        elif number and _share(texts, _ENSEMBL) > 0.5:
+        elif number and _share(texts, ENSEMBL) > 0.5:
             key = "gene_ids"
         elif number == 1:
             key = "symbol"
@@ -240,14 +240,14 @@ def gene_frame(table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()) -> tuple[
         for name, values in other.items():
             key = name if isinstance(name, str) and name else "symbol"
             columns.setdefault(key if key not in columns else f"{key}_2", values.astype(str).tolist())
-    index = next((key for key, texts in columns.items() if _share(texts, _ENSEMBL) > 0.5), next(iter(columns)))
+    index = next((key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5), next(iter(columns)))
     return pd.DataFrame(columns, index=pd.Index(columns[index], dtype=object)).drop(columns=index), sentence
 
 
 def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
     """`obs` from a table of cells: indexed by the first column of barcodes, else of unique text; headers are kept."""
     names = list(table)
-    barcodes = (name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], _BARCODE) > 0.5)
+    barcodes = (name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) > 0.5)
     unique = (name for name in names if table[name].is_unique)
     index = next(barcodes, next(unique, names[0]))
     kept = [name for name in names if name != index and isinstance(name, str) and name]

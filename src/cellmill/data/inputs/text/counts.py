@@ -1,0 +1,237 @@
+"""Tables of counts in text, as GEO, featureCounts and umi_tools have them: .csv, .tsv or .txt, plain or gzip.
+
+A table has a header and a column of names. Genes are in rows or in columns: whichever names have more Ensembl ids,
+common symbols or, the other way round, barcodes. Columns of text, and those of featureCounts (Start, Length), describe
+the rows. A table of three columns, such as gene, cell and count of umi_tools, has a count a line. Tables are read in
+blocks of rows; genes in rows are transposed on disk.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.data.inputs.h5 import open_bytes, reading
+from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
+from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.data.inputs.text.tables import (
+    BARCODE,
+    ENSEMBL,
+    cell_frame,
+    find_separator,
+    gene_frame,
+    is_table,
+    split_lines,
+)
+from cellmill.errors import DataError
+
+_VALUES = 1 << 21  # in memory at once
+_LOOKED_AT = 20  # rows whose fields say which columns have numbers
+_LONGEST = 1 << 28  # bytes; longest line
+_DESCRIPTIONS = frozenset(
+    """
+    chr chrom chromosome start end strand length gene_length exon_length entrez entrezid entrez_id entrezgene ncbi_id
+    gc gc_content width
+    """.split()  # noqa: SIM905 - a table of words
+)
+_COUNT = frozenset("count counts umi umis umi_count n_umis reads n value".split())  # noqa: SIM905
+_CELL = frozenset("cell cells barcode cell_barcode cell_id cb sample".split())  # noqa: SIM905
+_COMMON = frozenset(
+    """
+    actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
+    """.split()  # noqa: SIM905
+)
+_NO_GENE = "-"
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the first lines of a table say."""
+
+    path: Path
+    separator: str
+    skipped: int  # lines up to and with the header
+    header: list[str]
+    numbers: list[int]  # columns of counts
+    texts: list[int]  # columns that describe a row, its name among them
+
+    def chunks(self, types: Mapping[int, type]) -> Iterator[pd.DataFrame]:
+        """Columns with the given types, some rows at a time. Raises DataError for a row of more fields, if counts are
+        among them: pandas drops such fields where it reads some of the columns."""
+        width = len(self.header)
+        has_text = str in types.values()
+        only_text = {*types.values()} == {str}
+        every = {column: types.get(column, str) for column in range(width)}
+        with open_bytes(self.path) as text, reading(self.path), warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # more fields than columns
+            chunks = pd.read_csv(
+                text, sep=self.separator, header=None, skiprows=self.skipped, names=range(width),
+                dtype=str if only_text else every, usecols=list(types) if only_text else None,
+                keep_default_na=not has_text, index_col=False, chunksize=max(1, _VALUES // width), encoding="utf-8",
+            )  # fmt: skip
+            for chunk in chunks:
+                yield chunk[list(types)].fillna({column: "" for column, kind in types.items() if kind is str})
+
+
+def _open_table(path: Path, file: Any, counts: str) -> CountSource:
+    require_matrix(path, counts, ["X"])
+    layout = _read_layout(path)
+    if (columns := _long_columns(layout)) is not None:
+        return _open_long(path, counts, layout, *columns)
+    if not layout.numbers:
+        raise DataError(f"{path}: expected columns of counts after the names of rows, got text in all columns")
+    rows = pd.concat([*layout.chunks(dict.fromkeys(layout.texts, str))], ignore_index=True)
+    rows = rows.set_axis([layout.header[column] for column in layout.texts], axis=1)
+    rows = rows.loc[:, ~rows.columns.duplicated()]
+    names = [layout.header[column] for column in layout.numbers]
+    genes_in_rows = _are_genes(rows.iloc[:, 0].tolist(), names)
+    matrix = _TextMatrix(layout, len(rows), genes_in_rows)
+    if genes_in_rows:
+        var, _ = gene_frame(rows.set_axis(["", *rows.columns[1:]], axis=1))
+        obs = pd.DataFrame(index=pd.Index(names, dtype=object))
+        note = "genes are in rows, cells in columns"
+    else:
+        var = pd.DataFrame(index=pd.Index(names, dtype=object))
+        obs = cell_frame(rows)
+        note = "cells are in rows, genes in columns"
+    described = [layout.header[column] for column in layout.texts[1:]]
+    note += f"; not counts but descriptions of rows: {', '.join(described[:8])}" if described else ""
+    return CountSource(path, counts, matrix, obs, var, notes=[note])
+
+
+def _read_layout(path: Path) -> _Layout:
+    with open_bytes(path) as file, reading(path):
+        first: list[str] = []
+        n_bytes, n_comments = 0, 0
+        for line in iter(lambda: file.readline(_LONGEST), b""):
+            text = line.decode("utf-8-sig").rstrip("\r\n")
+            n_bytes += len(line)
+            if not first and (text.startswith("#") or not text.strip()):
+                n_comments += 1
+                continue
+            first.append(text)
+            if len(first) > _LOOKED_AT or (n_bytes > 1 << 26 and len(first) > 2):
+                break
+    if len(first) < 2:
+        raise DataError(f"{path}: expected a header and rows of counts, got {len(first)} lines")
+    separator = find_separator(first)
+    if not separator:
+        raise DataError(f"{path}: expected columns separated by tabs, commas or semicolons, got {first[0][:60]!r}")
+    header, *rows = split_lines([line for line in first if line.strip()], separator)
+    width = len(rows[0])
+    if len(header) == width - 1:  # R does not name the column of row names
+        header = ["", *header]
+    if len(header) != width or any(len(row) != width for row in rows):
+        widths = ", ".join(sorted({f"{len(row)}" for row in rows}))
+        raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {widths}")
+    header = [name.strip() for name in header]
+    if all(_is_number(name) for name in header[1:]):
+        raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
+    if width > MAX_LENGTH:
+        raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
+    has_numbers = [all(_is_number(row[column]) for row in rows) for column in range(width)]
+    describes = [name.lower().replace(" ", "_") in _DESCRIPTIONS for name in header]
+    numbers = [column for column in range(1, width) if has_numbers[column] and not describes[column]]
+    texts = [column for column in range(width) if column not in {*numbers}]
+    return _Layout(path, separator, n_comments + 1, header, numbers, texts)
+
+
+def _is_number(text: str) -> bool:
+    word = text.strip().lower()
+    return word in ("", "na", "nan", "inf", "-inf") or _NUMBER.fullmatch(word) is not None
+
+
+def _are_genes(rows: Sequence[str], columns: Sequence[str]) -> bool:
+    """True if genes are in rows; also if neither rows nor columns show it, as most tables have it."""
+
+    def likeness(names: Sequence[str]) -> float:
+        n_ids = sum(bool(ENSEMBL.search(name)) for name in names)
+        n_common = sum(name.lower() in _COMMON for name in names)
+        n_barcodes = sum(bool(BARCODE.search(name)) for name in names)
+        return (n_ids - n_barcodes) / max(1, len(names)) + 0.1 * min(n_common, 5)
+
+    return likeness(rows) >= likeness(columns)
+
+
+class _TextMatrix(StoredMatrix):
+    """Counts of a table with genes in rows or in columns."""
+
+    def __init__(self, layout: _Layout, n_rows: int, genes_in_rows: bool):
+        self._layout = layout
+        self._genes_in_rows = genes_in_rows
+        shape = (n_rows, len(layout.numbers))
+        self.shape = shape[::-1] if genes_in_rows else shape
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        for chunk in self._layout.chunks(dict.fromkeys(self._layout.numbers, np.float64)):
+            yield sp.csr_matrix(chunk.to_numpy())
+
+    def pieces(self) -> Pieces | None:
+        return self._transposed() if self._genes_in_rows else None
+
+    def _transposed(self) -> Pieces:
+        first = 0
+        for part in self.parts(0):
+            coordinates = part.tocoo()
+            yield coordinates.col, coordinates.row + first, coordinates.data
+            first += part.shape[0]
+
+
+def _long_columns(layout: _Layout) -> tuple[int, int, int] | None:
+    """Columns of gene, cell and count of a table with a count a line; None for a table with a column a cell."""
+    names = [name.lower() for name in layout.header]
+    counts = [column for column, name in enumerate(names) if name in _COUNT and column in layout.numbers]
+    others = [column for column in range(len(names)) if column not in counts]
+    if len(names) != 3 or len(counts) != 1:
+        return None
+    cells = [column for column in others if names[column] in _CELL]
+    if len(cells) != 1:
+        return None
+    [gene] = [column for column in others if column not in cells]
+    return gene, cells[0], counts[0]
+
+
+def _open_long(path: Path, counts: str, layout: _Layout, gene: int, cell: int, count: int) -> CountSource:
+    genes: dict[str, int] = {}
+    cells: dict[str, int] = {}
+    for chunk in layout.chunks({gene: str, cell: str}):
+        for column, known in ((gene, genes), (cell, cells)):
+            for name in chunk[column].unique():
+                known.setdefault(name, len(known))
+    matrix = _LongMatrix(layout, (gene, cell, count), genes, cells)
+    notes = [f"a line is a count: {len(genes):,} genes and {len(cells):,} cells"]
+    if _NO_GENE in genes:
+        notes.append("gene '-' has the reads that STARsolo gave to no gene, as it marks them in its BAM file")
+    var = pd.DataFrame(index=pd.Index(list(genes), dtype=object))
+    obs = pd.DataFrame(index=pd.Index(list(cells), dtype=object))
+    return CountSource(path, counts, matrix, obs, var, notes=notes)
+
+
+class _LongMatrix(StoredMatrix):
+    """Counts of a table with a gene, a cell and a count a line, numbered by `genes` and `cells`."""
+
+    def __init__(self, layout: _Layout, columns: tuple[int, int, int], genes: dict[str, int], cells: dict[str, int]):
+        self._layout, self._columns = layout, columns
+        self._genes, self._cells = genes, cells
+        self.shape = (len(cells), len(genes))
+
+    def pieces(self) -> Pieces:
+        gene, cell, count = self._columns
+        for chunk in self._layout.chunks({gene: str, cell: str, count: np.float64}):
+            rows = chunk[cell].map(self._cells).to_numpy(np.int64)
+            columns = chunk[gene].map(self._genes).to_numpy(np.int64)
+            yield rows, columns, chunk[count].to_numpy()
+
+
+FORMAT = Format(
+    "text table of counts (.csv, .tsv, .txt, also .gz)",
+    lambda path, file: file is None and path.is_file() and is_table(path),
+    _open_table,
+)

@@ -1,0 +1,178 @@
+"""Text tables of counts as people deposit them: every value equals a truth, or one line says what is expected."""
+
+import gzip
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cellmill.data.inputs.text import counts as text_counts
+from tests.unit.test_inputs import refusal
+from tests.unit.test_matrix_market import CELLS, GENES, SYMBOLS, TRUTH, Counts, read
+
+Table = list[list[str]]
+NAMED_BY_SYMBOL = ["ACTB", "GAPDH", "MALAT1", *SYMBOLS[3:]]
+
+
+def genes_in_rows(names: list[str] = GENES) -> Table:
+    rows = [[name, *(str(TRUTH.get((cell, gene), 0)) for cell in CELLS)] for name, gene in zip(names, GENES)]
+    return [["", *CELLS], *rows]
+
+
+def cells_in_rows(names: list[str] = GENES) -> Table:
+    return [list(column) for column in zip(*genes_in_rows(names))]
+
+
+def joined(table: Table, separator: str) -> str:
+    return "".join(separator.join(row) + "\n" for row in table)
+
+
+def write_table(separator: str, table: Table) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = folder / ("table.tsv" if separator == "\t" else "table.csv")
+        path.write_text(joined(table, separator))
+        return path
+
+    return write
+
+
+def quoted(folder: Path) -> Path:
+    """As R's write.table writes a matrix: quotes, spaces, and a header without the column of names."""
+    header, *rows = genes_in_rows()
+    lines = [" ".join(f'"{name}"' for name in header[1:])]
+    lines += [" ".join([f'"{row[0]}"', *row[1:]]) for row in rows]
+    (folder / "counts.txt").write_text("\n".join(lines))
+    return folder / "counts.txt"
+
+
+def excel(folder: Path) -> Path:
+    text = joined(genes_in_rows(), ";").replace("\n", "\r\n")
+    (folder / "table.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    return folder / "table.csv"
+
+
+def packed(folder: Path) -> Path:
+    path = folder / "GSM1_counts.tsv.gz"
+    path.write_bytes(gzip.compress(joined(genes_in_rows(), "\t").encode()))
+    return path
+
+
+def feature_counts(folder: Path) -> Path:
+    """With a line of the program, and six columns of which two have numbers only."""
+    header, *rows = genes_in_rows()
+    six = [["Geneid", "Chr", "Start", "End", "Strand", "Length"]]
+    six += [[gene, "1;1", "100;200", "150;250", "+;+", "102"] for gene in GENES]
+    table = [left + row[1:] for left, row in zip(six, [header, *rows])]
+    (folder / "counts.txt").write_text("# Program:featureCounts v2.0.3; Command:...\n" + joined(table, "\t"))
+    return folder / "counts.txt"
+
+
+def umi_tools(folder: Path) -> Path:
+    lines = [f"{gene}\t{cell}\t{value}" for (cell, gene), value in TRUTH.items()]
+    random.Random(0).shuffle(lines)
+    path = folder / "counts.tsv.gz"
+    path.write_bytes(gzip.compress("\n".join(["gene\tcell\tcount", *lines, ""]).encode()))
+    return path
+
+
+def two_names(folder: Path) -> Path:
+    header, *rows = genes_in_rows()
+    table = [["gene_id", "gene_name", *header[1:]]]
+    table += [[row[0], symbol, *row[1:]] for row, symbol in zip(rows, SYMBOLS)]
+    return write_table("\t", table)(folder)
+
+
+TABLES: dict[str, Callable[[Path], Path]] = {
+    "genes in rows": write_table("\t", genes_in_rows()),
+    "genes in rows, commas": write_table(",", genes_in_rows()),
+    "cells in rows": write_table(",", cells_in_rows()),
+    "cells in rows, tabs": write_table("\t", cells_in_rows()),
+    "quotes of R": quoted,
+    "semicolons of Excel": excel,
+    "gzip": packed,
+    "featureCounts": feature_counts,
+    "umi_tools": umi_tools,
+    "id and symbol": two_names,
+}
+
+
+@pytest.mark.parametrize("values", [1 << 21, 30])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_text_table_has_the_counts_of_the_truth(
+    name: str, values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_counts, "_VALUES", values)
+    assert read(TABLES[name](tmp_path)) == TRUTH
+
+
+@pytest.mark.parametrize("rows", ["genes", "cells"])
+def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path) -> None:
+    table = genes_in_rows(NAMED_BY_SYMBOL) if rows == "genes" else cells_in_rows(NAMED_BY_SYMBOL)
+    symbol_of = dict(zip(GENES, NAMED_BY_SYMBOL))
+    wanted: Counts = {(cell, symbol_of[gene]): value for (cell, gene), value in TRUTH.items()}
+    assert read(write_table(",", table)(tmp_path)) == wanted
+
+
+def test_orientation_and_descriptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = feature_counts(tmp_path)
+    read(path)
+    said = "not counts but descriptions of rows: Chr, Start, End, Strand, Length"
+    assert capsys.readouterr().err == f"{path}: genes are in rows, cells in columns; {said}\n"
+    read(write_table(",", cells_in_rows())(tmp_path))
+    assert "cells are in rows, genes in columns\n" in capsys.readouterr().err
+
+
+def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "counts.tsv"
+    path.write_text("gene\tcell\tcount\n-\tAAAC\t5\nENSG00000000001\tAAAC\t1\n")
+    assert read(path) == {("AAAC", "-"): 5, ("AAAC", "ENSG00000000001"): 1}
+    assert "gene '-' has the reads that STARsolo gave to no gene" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a header and rows of counts, got 0 lines"),
+        ("a,b\n", "expected a header and rows of counts, got 1 lines"),
+        ("one\ntwo\nthree\n", "expected columns separated by tabs, commas or semicolons"),
+        ("g,c1,c2\nACTB,x,y\nGAPDH,z,w\n", "expected columns of counts after the names of rows"),
+        ("ACTB,1,2\nGAPDH,3,4\n", "expected a header with names, got numbers in the first line; add one"),
+        ("g,c1,c2,c3,c4\nACTB,1,2\nGAPDH,3,4\n", "expected a header with as many columns as the rows, got 5 and 3"),
+        ("g,c1,c2\nACTB,1,2.5\nGAPDH,3,4\n", "2.5 (cell 'c2', gene 'ACTB') is fractional"),
+        ("g,c1,c2\nACTB,1,-2\nGAPDH,3,4\n", "-2 (cell 'c2', gene 'ACTB') is negative"),
+        ("g,c1,c2\nACTB,1,NA\nGAPDH,3,4\n", "nan (cell 'c2', gene 'ACTB') is not finite"),
+        ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,many\n", "damaged: "),
+        ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,4,5\n", "damaged: "),
+    ],
+)
+def test_a_table_that_has_no_counts_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    assert message in refusal(path)
+
+
+def test_a_wide_table_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "wide.csv"
+    n_cells, n_genes = 5000, 4000
+    row = ",".join(str(number % 7) for number in range(n_cells))
+    with open(path, "w") as file:
+        file.write("," + ",".join(f"cell{number}" for number in range(n_cells)) + "\n")
+        for number in range(n_genes):
+            file.write(f"ENSG{number:011d},{row}\n")
+    script = """
+        import resource, sys
+        from cellmill.data.inputs.formats import open_counts
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with open_counts(sys.argv[1]) as reader:
+            print(sum(int(block.sum()) for block in reader.rows(500)))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script), str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    total, grown_kb = map(int, done.stdout.split())
+    assert total == n_genes * sum(number % 7 for number in range(n_cells))
+    assert grown_kb < 160_000, f"{grown_kb} kB for a table that is 160 MB in 64 bits"
