@@ -109,7 +109,7 @@ def _look(path: Path, file: Any) -> dict[str, str]:
     for name, (stored, _) in _matrices(file).items():
         try:
             part = next(_matrix(path, name, file[stored]).parts(_LOOKED_AT))
-            looks[name] = look_at(part.data)
+            looks[name] = look_at(part)
         except (DataError, StopIteration):
             looks[name] = "cannot be read"
     return looks

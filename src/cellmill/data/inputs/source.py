@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 
+from cellmill.data.fractions import describe_fractions
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, require_known
 
@@ -28,11 +30,11 @@ COUNTED = "looks like counts"
 LOGS = "looks log-transformed"
 TOTALS = ("n_counts", "total_counts", "nCount_RNA", "n_umis", "nUMI", "n_molecules")
 """Columns of obs that may hold the depth of each cell."""
-_LOG_MAX = 15.0  # exp(15) is 3 million
 
 
-def look_at(values: np.ndarray) -> str:
-    """What some values of a matrix look like, in words."""
+def look_at(matrix: sp.csr_matrix) -> str:
+    """What some cells of a matrix look like, in words."""
+    values = matrix.data
     if values.dtype.kind not in "buif":
         return "has no numbers"
     if not np.isfinite(values).all():
@@ -41,7 +43,8 @@ def look_at(values: np.ndarray) -> str:
         return "looks scaled"
     if (values == np.floor(values)).all():
         return COUNTED
-    return LOGS if values.max() < _LOG_MAX else "looks normalised"
+    looks = describe_fractions(matrix)
+    return COUNTED if looks.may_be_counts else f"looks {looks.text.partition(':')[0]}"
 
 
 def looks_recoverable(looks: Mapping[str, str], obs: pd.DataFrame) -> str | None:

@@ -31,7 +31,7 @@ from cellmill.data.inputs.text.tables import (
 )
 from cellmill.errors import DataError
 
-_VALUES = 1 << 21  # in memory at once
+_VALUES = 1 << 20  # in memory at once
 _LOOKED_AT = 20  # rows whose fields say which columns have numbers
 _LONGEST = 1 << 28  # bytes; longest line
 _DESCRIPTIONS = frozenset(
