@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from cellmill.launch import agent, rendezvous
-from cellmill.launch.rendezvous import LOOPBACK, Gate, Relay, Rendezvous, user_of_connection
+from cellmill.launch.rendezvous import LOOPBACK, Relay, Rendezvous, user_of_connection
 
 NOBODY = 65534
 STILL_OPEN = b"it waits for more"
@@ -54,7 +55,6 @@ class Nodes:
     """The store on a first node, and the way to it from there and from a second node."""
 
     rendezvous: Rendezvous
-    gate: Gate
     first: Relay
     second: Relay
 
@@ -64,19 +64,15 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    listener = socket.create_server((LOOPBACK, 0))
-    gate, rendezvous = Gate(listener), Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
-    store = TCPStore(
-        LOOPBACK, gate.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-    )
-    gate.close()
-    store.set("key", "ours")
+    rendezvous = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
     with socket.create_server((LOOPBACK, rendezvous.ports[0])):  # the entrance takes the next
-        first = Relay(rendezvous, gate)
+        first = Relay(rendezvous)
         first.start()
-        second = Relay(replace(rendezvous, node=1), None)
+        second = Relay(replace(rendezvous, node=1))
         second.start()
-        yield Nodes(rendezvous, gate, first, second)
+        nodes = Nodes(rendezvous, first, second)
+        nodes.client(first).set("key", "ours")
+        yield nodes
 
 
 def test_processes_of_both_nodes_share_one_store(nodes: Nodes) -> None:
@@ -89,21 +85,30 @@ def test_processes_of_both_nodes_share_one_store(nodes: Nodes) -> None:
     assert sorted(added) == list(range(1, 51))
 
 
-def test_the_store_takes_no_connection_but_those_of_the_relay(nodes: Nodes) -> None:
-    with pytest.raises(TimeoutError):
-        socket.create_connection((LOOPBACK, nodes.gate.port), timeout=1)
-    assert nodes.client(nodes.first).get("key") == b"ours"
+def listening_ports() -> set[int]:
+    """TCP ports on which this process listens."""
+    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
+def test_a_first_node_listens_with_relay_and_entrance_alone() -> None:
+    place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
+    before = listening_ports()
+    relay = Relay(place).start()
+    assert listening_ports() - before == {relay, place.ports[0]}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_of_the_node_is_turned_away(nodes: Nodes) -> None:
-    assert as_user(0, lambda: answer(nodes.first.port, b"\0")) == STILL_OPEN
-    assert as_user(NOBODY, lambda: answer(nodes.first.port, b"\0")) == b""
+    for port in (nodes.first.port, nodes.second.port):
+        ask = partial(answer, port, b"\0")
+        assert as_user(0, ask) == STILL_OPEN
+        assert as_user(NOBODY, ask) == b""
+    assert as_user(NOBODY, lambda: answer(nodes.rendezvous.ports[1], b"\0" * 64, skip=32)) == b""
     assert nodes.client(nodes.first).get("key") == b"ours"
 
 
 def test_the_entrance_opens_to_the_secret_alone(nodes: Nodes) -> None:
-    stranger = Relay(replace(nodes.rendezvous, secret="guessed"), None)
+    stranger = Relay(replace(nodes.rendezvous, node=1, secret="guessed"))
     assert asyncio.run(nodes.second._knock(nodes.rendezvous.ports[1])) is not None
     with pytest.raises(asyncio.IncompleteReadError):
         asyncio.run(stranger._knock(nodes.rendezvous.ports[1]))
@@ -126,7 +131,7 @@ def test_a_node_does_not_take_another_listener_for_the_entrance() -> None:
                 return asked + caller.recv(1000)
 
         heard = pool.submit(pretend)
-        assert asyncio.run(Relay(place, None)._knock(place.ports[0])) is None
+        assert asyncio.run(Relay(place)._knock(place.ports[0])) is None
         assert len(heard.result()) == 64
 
 
@@ -175,7 +180,7 @@ def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
     monkeypatch.setattr(rendezvous, "REACH_S", 0.0)
     monkeypatch.setattr(rendezvous, "_RETRY_S", 0.01)
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    relay = Relay(Rendezvous("secret", 1, 2, host), None)
+    relay = Relay(Rendezvous("secret", 1, 2, host))
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(relay._to_first_node(), 0.5))
     (line,) = capsys.readouterr().err.splitlines()

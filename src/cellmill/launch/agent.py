@@ -20,7 +20,7 @@ import psutil
 from cellmill.files import write_text
 from cellmill.imports import importing
 from cellmill.launch.job import ERROR_FILE, NODE_LOG
-from cellmill.launch.rendezvous import LOOPBACK, NODES, Gate, Relay, Rendezvous, node_name
+from cellmill.launch.rendezvous import LOOPBACK, NODES, Relay, Rendezvous, node_name
 from cellmill.runs.jobs import LATE
 
 try:
@@ -46,7 +46,6 @@ except Exception as error:  # a library that torch loads may be missing too
     sys.exit(1)
 
 BACKEND = "cellmill"
-_STORES = 5  # tries to close a store before a stranger connects
 LATE_S = 10.0  # after which nodes that have not joined are named
 TIMEOUT_S = 600  # until all agents have started, as torchrun's static rendezvous
 
@@ -69,33 +68,24 @@ class ClosedRendezvous(StaticTCPRendezvous):
         # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out of reach of others
         if place.host != LOOPBACK and place.nodes > 1 and (interface := interface_between_nodes(place.host)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if place.node == 0:
-            store, gate = self._closed_store()
-            port = Relay(place, gate).start()
-        else:
-            port = Relay(place, None).start()
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=self.timeout)
+        port = _start_relay(place)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=self.timeout)
         store.set(f"{NODES}/{place.node}", node_name())
         if place.node == 0 and place.join_s and os.environ[ERROR_FILE]:
             wait_for_agents(place, store)
         address = RendezvousStoreInfo(LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self.run_id, store), place.node, place.nodes, address)
 
-    def _closed_store(self) -> tuple[TCPStore, Gate]:
-        """A new store; another one if a stranger came in before it was closed."""
-        for left in reversed(range(_STORES)):
-            self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-            gate, fd = Gate(self._listener), os.dup(self._listener.fileno())
-            store = TCPStore(
-                LOOPBACK, gate.port, is_master=True, timeout=self.timeout, wait_for_workers=False, master_listen_fd=fd
-            )
-            try:
-                gate.close()
-                break
-            except PermissionError:
-                if not left:
-                    raise
-        return store, gate
+
+def _start_relay(place: Rendezvous) -> int:
+    """Port of this node's relay. Ends the agent, and the run with it, with one line if it cannot listen."""
+    try:
+        return Relay(place).start()
+    except OSError as error:
+        line = f"{node_name()}: the processes of this job cannot be connected: {error}"
+        if os.environ[ERROR_FILE]:
+            write_text(Path(os.environ[ERROR_FILE]), line)
+        sys.exit(line)
 
 
 def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:

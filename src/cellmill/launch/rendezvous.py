@@ -1,19 +1,20 @@
 """The path to the store through which the processes of a job find each other, closed to everybody else.
 
 torch's store has no authentication: whoever reaches its port can list and overwrite all keys, which ends the run. Here
-the store listens on the loopback of the first node, and takes only connections that its own process makes. Each node
-has a relay, to which its processes connect as if it were the store:
+the store (`launch/store.py`) is in the agent of the first node and has no port. Each node has a relay, to which its
+processes connect as if it were the store:
 
     process -> relay of its node      on the loopback; the kernel says which user connects
             -> entrance, first node   on all interfaces; both sides prove that they know the secret of this start
             -> store
+
+None of this needs a privilege: the kernel lists the user of each connection in /proc/net/tcp.
 
 The secret is made for each start and travels in files and environments that other users cannot read; ports derive from
 it, so none of it appears in a command line. The traffic itself is not encrypted.
 """
 
 import asyncio
-import ctypes
 import hmac
 import ipaddress
 import json
@@ -29,6 +30,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+from cellmill.launch.store import Reader, Store, Writer
+
 VARIABLE = "CELLMILL_RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
@@ -37,11 +40,8 @@ RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
 REACH_S = 60.0  # likewise a first node that cannot be reached: agents start in any order
 UNREACHED = "its task has not begun, or the network between the nodes does not let it through"
 _NONCE, _PROOF = 32, 32  # bytes
-_SO_ATTACH_FILTER = 26
 _RETRY_S = 0.2
 Endpoint = tuple[str, int]  # address and port of one end of a connection
-Reader = asyncio.StreamReader
-Writer = asyncio.StreamWriter
 Streams = tuple[Reader, Writer]
 Handler = Callable[[Reader, Writer], Awaitable[None]]
 
@@ -83,56 +83,17 @@ class Rendezvous:
         return hmac.digest(self.secret.encode(), message, "sha256")
 
 
-class Gate:
-    """Decides who may connect to a listening TCP socket of this process, on the loopback.
-
-    A filter of the kernel (classic BPF, which needs no privilege) drops the packets that ask for a connection, but for
-    those from one port: that of the connection that is being made.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.port = listener.getsockname()[1]
-
-    def close(self) -> None:
-        """Let nobody in. Raises PermissionError if somebody else is in already."""
-        self._admit(0)
-        if any(end == (LOOPBACK, self.port) and user != os.getuid() for _, end, user in _connections()):
-            raise PermissionError("another user has connected to the store of this job")
-
-    async def connect(self) -> socket.socket:
-        """A new connection; call it from one coroutine at a time."""
-        ours = socket.socket()
-        ours.setblocking(False)
-        ours.bind((LOOPBACK, 0))  # nobody else can send from this port while it is ours
-        self._admit(ours.getsockname()[1])
-        try:
-            await asyncio.get_running_loop().sock_connect(ours, (LOOPBACK, self.port))
-        finally:
-            self._admit(0)
-        return ours
-
-    def _admit(self, port: int) -> None:
-        """Drop packets with SYN and without ACK that are not from `port` (the data start at the TCP header)."""
-        load_flags, mask, load_port = (0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x28, 0, 0, 0)
-        asks, is_admitted = (0x15, 0, 2, 0x02), (0x15, 0, 1, port)  # skip 2 and 1 instructions if not equal
-        accept, drop = (0x06, 0, 0, 0xFFFFFFFF), (0x06, 0, 0, 0)
-        program = [load_flags, mask, asks, load_port, is_admitted, accept, drop]
-        code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-        kept = ctypes.create_string_buffer(code, len(code))
-        address = struct.pack("HL", len(program), ctypes.addressof(kept))
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
-
-
 class Relay:
-    """This node's way to the store, in a thread of the agent. `store` is its gate on the first node, else None."""
+    """This node's way to the store, in a thread of its agent. The relay of the first node has the store."""
 
-    def __init__(self, rendezvous: Rendezvous, store: Gate | None) -> None:
-        self.rendezvous, self.store, self.port = rendezvous, store, 0
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
+        self.port = 0
+        self._store = Store() if rendezvous.node == 0 else None
+        self._ports = rendezvous.ports  # of the entrance; the one that was reached last comes first
         self._error: OSError | None = None
         self._said = False
         self._started = threading.Event()
-        self._admitting = asyncio.Lock()
 
     def start(self) -> int:
         """Port of the relay on the loopback. Raises OSError if the entrance finds no free port."""
@@ -143,74 +104,59 @@ class Relay:
         return self.port
 
     async def _run(self) -> None:
+        servers = []
         try:
-            own = await asyncio.start_server(self._serve(self._for_own_process), LOOPBACK, 0, backlog=1024)
-            self.port = own.sockets[0].getsockname()[1]
-            entrance = [await self._entrance()] if self.store is not None and self.rendezvous.nodes > 1 else []
+            servers.append(await asyncio.start_server(_closing(self._serve_process), LOOPBACK, 0, backlog=1024))
+            self.port = servers[0].sockets[0].getsockname()[1]
+            if self._store is not None and self.rendezvous.nodes > 1:
+                servers.append(await self._entrance())
         except OSError as error:
             self._error = error
             return
         finally:
             self._started.set()
-        await asyncio.gather(*(server.serve_forever() for server in [own, *entrance]))
+        await asyncio.gather(*(server.serve_forever() for server in servers))
 
     async def _entrance(self) -> asyncio.Server:
         # None: all interfaces of both protocols, where IPv6 is not switched off
         hosts = [LOOPBACK] if self.rendezvous.host == LOOPBACK else [None, "0.0.0.0"]
         for port, host in product(self.rendezvous.ports, hosts):
             with suppress(OSError):
-                return await asyncio.start_server(self._serve(self._for_node), host, port, backlog=1024)
+                return await asyncio.start_server(_closing(self._serve_node), host, port, backlog=1024)
         raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
 
-    def _serve(self, upstream: Callable[[Reader, Writer], Awaitable[Streams | None]]) -> Handler:
-        """Join a connection with the one that `upstream` opens; drop it if that is None."""
-
-        async def serve(reader: Reader, writer: Writer) -> None:
-            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                if (far := await upstream(reader, writer)) is not None:
-                    far_reader, far_writer = far
-                    pairs = ((reader, far_writer), (far_reader, writer))
-                    copies = [asyncio.ensure_future(_copy(*pair)) for pair in pairs]
-                    try:
-                        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        for copy in copies:
-                            copy.cancel()
-                    far_writer.close()
-            writer.close()
-
-        return serve
-
-    async def _for_own_process(self, reader: Reader, writer: Writer) -> Streams | None:
+    async def _serve_process(self, reader: Reader, writer: Writer) -> None:
+        """Serve a process of this node, if the kernel says that it is this user's."""
         if user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port)) != os.getuid():
-            return None
-        return await self._to_first_node() if self.store is None else await self._to_store(self.store)
+            return
+        if self._store is not None:
+            await self._store.serve(reader, writer)
+        else:
+            await _join((reader, writer), await self._to_first_node())
 
-    async def _for_node(self, reader: Reader, writer: Writer) -> Streams | None:
-        """Both prove that they know the secret, over nonces of both and the port, so that nobody can pass it on."""
+    async def _serve_node(self, reader: Reader, writer: Writer) -> None:
+        """Serve another node's relay. Both prove that they know the secret, over nonces of both and the port, so that
+        nobody can pass the proof on."""
         port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
         writer.write(nonce)
         async with asyncio.timeout(HANDSHAKE_S):
             answer = await reader.readexactly(_NONCE + _PROOF)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
-        if self.store is None or not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
-            return None
+        if self._store is None or not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
+            return
         writer.write(self.rendezvous.proof("entrance", port, nonce, theirs))
-        return await self._to_store(self.store)
-
-    async def _to_store(self, store: Gate) -> Streams:
-        async with self._admitting:
-            return await asyncio.open_connection(sock=await store.connect())
+        await self._store.serve(reader, writer)
 
     async def _to_first_node(self) -> Streams:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
         began, host = asyncio.get_running_loop().time(), self.rendezvous.host
         while True:
-            for port in self.rendezvous.ports:
+            for port in self._ports:
                 try:
                     async with asyncio.timeout(HANDSHAKE_S):  # wait_for of Python 3.11 may lose a cancellation
                         connection = await self._knock(port)
                     if connection is not None:
+                        self._ports = [port, *(other for other in self._ports if other != port)]
                         return connection
                 except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                     unknown, waited = isinstance(error, socket.gaierror), asyncio.get_running_loop().time() - began
@@ -235,6 +181,33 @@ class Relay:
                 on_failure.pop_all()
                 return reader, writer
         return None
+
+
+def _closing(serve: Handler) -> Handler:
+    """Handler that closes the connection after `serve`, and takes a lost connection as its end."""
+
+    async def handle(reader: Reader, writer: Writer) -> None:
+        try:
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                await serve(reader, writer)
+        finally:
+            writer.close()
+
+    return handle
+
+
+async def _join(near: Streams, far: Streams) -> None:
+    """Copy between two connections, both ways, until one of them ends."""
+    copies = [
+        asyncio.ensure_future(_copy(near[0], far[1])),
+        asyncio.ensure_future(_copy(far[0], near[1])),
+    ]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for copy in copies:
+            copy.cancel()
+        far[1].close()
 
 
 async def _copy(reader: Reader, writer: Writer) -> None:
