@@ -41,7 +41,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Groups that pytest-xdist does not keep together, as 3.8 with pytest 9.2, would start two test clusters."""
+    """Skip what only root can test. Groups that pytest-xdist does not keep together, as 3.8 with pytest 9.2, would start
+    two test clusters."""
+    if item.get_closest_marker("needs_root") and os.getuid() != 0:
+        pytest.skip("only root can act as another user")
     grouped = item.get_closest_marker("xdist_group") and getattr(item.config.option, "loadgroup", False)
     if grouped and "@" not in item.nodeid:
         pytest.fail(f"pytest-xdist ignores the group of {item.nodeid}: its version or pytest's is wrong", pytrace=False)

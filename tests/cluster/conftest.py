@@ -1,6 +1,7 @@
 """The cluster shared by the tests of this folder. There is one at a time, so all run in one worker of pytest-xdist.
 
-Without SLURM they are skipped, with the names of the packages; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
+The tests are those of a normal user, whose cluster root serves (`tests/cluster/serve.py`). Without it they are skipped,
+with what to run; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
 """
 
 import os
@@ -9,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import Rig, missing
+from tests.cluster.serve import VARIABLE, ServedRig
 from tests.distributed.conftest import corpus
 from tests.workflow.conftest import cells
 
 __all__ = ["cells", "corpus"]
 
-_started: list[Rig] = []
+_started: list[ServedRig] = []
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -32,13 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def rig(_end: None) -> Rig:
+def rig(_end: None) -> ServedRig:
     """Four nodes without accounting: squeue alone knows of jobs."""
     return _rig(accounting=False)
 
 
 @pytest.fixture(scope="module")
-def rig_with_accounting(_end: None) -> Rig:
+def rig_with_accounting(_end: None) -> ServedRig:
     """The same with slurmdbd on MariaDB, so that sacct works."""
     return _rig(accounting=True)
 
@@ -50,15 +51,25 @@ def _end() -> Iterator[None]:
         _started.pop().stop()
 
 
-def _rig(accounting: bool) -> Rig:
+def _rig(accounting: bool) -> ServedRig:
     if _started and _started[0].accounting == accounting:
         return _started[0]
-    why = missing(accounting)
+    why = why_no_cluster()
     if why is not None:
         if os.environ.get("CELLMILL_REQUIRE_CLUSTER") == "1":
             pytest.fail(f"no test cluster: {why}")
         pytest.skip(why)
     while _started:
         _started.pop().stop()
-    _started.append(Rig(accounting=accounting).start())
+    _started.append(ServedRig(accounting=accounting))
+    _started[0].start()
     return _started[0]
+
+
+def why_no_cluster() -> str | None:
+    """What is missing for these tests; None if nothing is."""
+    if os.getuid() == 0:
+        return "users of a cluster are not root: run these tests as a normal user"
+    if VARIABLE not in os.environ:
+        return f"no {VARIABLE} in the environment: tests/cluster/serve.py says how root starts it"
+    return None

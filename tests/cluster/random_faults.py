@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
 from tests.cluster.rig import Rig
+from tests.cluster.serve import ServedRig
 from tests.distributed.command import pids_with, wait_for
 
 STEPS, EACH = 60, 4
@@ -302,7 +303,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rig = Rig()
+    rig = ServedRig()
     if not rig.config.exists():
         sys.exit("no test cluster; start one with: python -m tests.cluster.rig start")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

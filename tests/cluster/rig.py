@@ -62,8 +62,15 @@ class Rig:
     `small` is a file system of 2 MB that every node sees.
     """
 
-    def __init__(self, folder: Path = Path("/var/tmp/cellmill-test-cluster"), accounting: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path = Path("/var/tmp/cellmill-test-cluster"),
+        accounting: bool = False,
+        users: tuple[str, ...] = (),
+    ) -> None:
+        """`users` may submit jobs, as root may."""
         self.folder, self.accounting = folder, accounting
+        self._users = users
         self._lock: TextIO | None = None
         self.cgroups = all(os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory"))
         self.small = folder / "small"
@@ -103,7 +110,9 @@ class Rig:
 
     def _clear(self) -> None:
         if (self.folder / "munged.pid").exists() and self.config.exists():
-            subprocess.run(["scancel", "-u", getpass.getuser()], env=self._env(), capture_output=True, timeout=20)
+            # all jobs: root may
+            subprocess.run(["scancel", "--state=PENDING"], env=self._env(), capture_output=True, timeout=20)
+            subprocess.run(["scancel", "--state=RUNNING"], env=self._env(), capture_output=True, timeout=20)
             wait(lambda: not self.squeue(), 5)
         for pattern in ("slurmd-*.pid", "slurmctld.pid", "slurmdbd.pid", "mysql/mariadbd.pid", "munged.pid"):
             end(self.folder.glob(pattern))
@@ -294,7 +303,7 @@ class Rig:
         for words in (
             ["add", "cluster", "cellmill"],
             ["add", "account", "lab", "Description=lab", "Organization=lab"],
-            ["add", "user", getpass.getuser(), "Account=lab"],
+            *(["add", "user", user, "Account=lab"] for user in (getpass.getuser(), *self._users)),
         ):
             subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=300)
 

@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.launched import Launched, cellmill, on_slurm, run_options, wrapper
-from tests.cluster.rig import Rig, inside
+from tests.cluster.serve import ServedRig
 from tests.distributed.command import pids_with, wait_for
 
 STEPS = 100
@@ -48,7 +46,7 @@ for port in map(int, sys.argv[2:]):
 class Life:
     """The run, its launchers one after the other, and what was seen of it."""
 
-    def __init__(self, rig: Rig, corpus: str, folder: Path) -> None:
+    def __init__(self, rig: ServedRig, corpus: str, folder: Path) -> None:
         self.rig, self.corpus, self.folder = rig, corpus, folder
         self.train = folder / "results" / "runs" / "life" / "train"
         self.launcher: Launched | None = None
@@ -72,7 +70,7 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def life(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+def life(rig: ServedRig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
     alone = tmp_path_factory.mktemp("alone") / "train"
     # it trains while others wait for the nodes
@@ -116,14 +114,12 @@ def test_another_user_on_another_node_neither_reads_nor_ends_a_run(life: Life) -
     life.now.wait_for_step(3)
     job = life.job()
     for node in ("node1", "node2"):
-        listening = subprocess.check_output([*inside(node), "ss", "-Hltn"], text=True).splitlines()
+        listening = life.rig.run_on_node(node, "ss", "-Hltn").splitlines()
         found = {line.split()[3].rpartition(":")[2] for line in listening}
         ports = sorted(found - {"16828"})  # slurmd's own
         assert ports, "processes of gloo and, on the first node, the entrance to the store"
-        said = subprocess.run(
-            [*inside("node3"), sys.executable, "-c", STRANGER, node, *ports], text=True, stdout=-1, stderr=-1
-        )
-        assert said.stdout.count("no store at") == 4 * len(ports), said.stdout + said.stderr
+        said = life.rig.run_on_node("node3", "/usr/bin/python3", "-c", STRANGER, node, *ports)
+        assert said.count("no store at") == 4 * len(ports), said
     life.now.wait_for_step(life.now.step() + 1)
     assert life.job() == job
 
@@ -131,7 +127,7 @@ def test_another_user_on_another_node_neither_reads_nor_ends_a_run(life: Life) -
 def test_a_preempted_run_saves_in_its_grace_time_and_continues(life: Life) -> None:
     life.now.wait_for_step(6)
     high = ("-p", "gpu-a100-high", "-N", "2", "--exclusive", "-t", "1")
-    life.rig.call("sbatch", *high, "-o", "/dev/null", "--wrap", "sleep 1")
+    life.rig.run_as_other("sbatch", *high, "-o", "/dev/null", "--wrap", "sleep 1")
     life.now.wait_for_print("SIGUSR2: saving")
     at = life.now.step()
     resumed = re.compile(r"going on from step (\d+)$", re.M)

@@ -97,7 +97,7 @@ def test_a_first_node_listens_with_relay_and_entrance_alone() -> None:
     assert listening_ports() - before == {relay, place.ports[0]}
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@pytest.mark.needs_root
 def test_another_user_of_the_node_is_turned_away(nodes: Nodes) -> None:
     for port in (nodes.first.port, nodes.second.port):
         ask = partial(answer, port, b"\0")

@@ -246,7 +246,7 @@ def test_stored_options_that_this_version_cannot_read_are_named_with_their_file(
         changes(resolved | {"train": resolved["train"] | {"momentum": 0.9}})
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@pytest.mark.needs_root
 def test_another_user_s_run_is_refused_with_its_owner_s_name() -> None:
     def attempt() -> bytes:
         try:
