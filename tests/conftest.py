@@ -41,8 +41,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what only root can test. Groups that pytest-xdist does not keep together, as 3.8 with pytest 9.2, would start
-    two test clusters."""
+    """Skip what only root can test, and fail groups that pytest-xdist does not keep together.
+
+    As 3.8 with pytest 9.2, which would start two test clusters.
+    """
     if item.get_closest_marker("needs_root") and os.getuid() != 0:
         pytest.skip("only root can act as another user")
     grouped = item.get_closest_marker("xdist_group") and getattr(item.config.option, "loadgroup", False)
