@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,11 +139,38 @@ def test_processes_that_cannot_connect_are_no_go_with_their_error(project: Path)
     said = [line for line in printed.splitlines() if line.startswith("no ")]
     assert len(said) == 1, printed
     assert re.fullmatch(
-        rf"no  job: rank [01] on {os.uname().nodename}: RuntimeError: .*nope0.*; "
-        r"set-resources: train: interface, modules or container may be wrong",
+        rf"no  job: rank [01] on {os.uname().nodename}: RuntimeError: .*nope0.*",
         said[0],
     )
     assert complaints.splitlines()[-1] == "cellmill preflight: no go: 1 reason"
+
+
+@pytest.mark.parametrize("given", ["profiles/local", "local"])
+def test_the_local_profile_of_a_checkout_is_go(root: Path, project: Path, given: str) -> None:
+    shutil.copytree(root / "profiles", "profiles")
+    process = run_here("--profile", given)
+    printed, complaints = process.communicate(timeout=500)
+    assert (process.returncode, printed.splitlines()[-1:], complaints) == (0, ["go"], ""), printed
+    assert "ok  job: its processes ran" in printed.splitlines()
+
+
+LARGE_SITE = """
+a1|IDLE|64|512000|gpu:a100:4|a100|gpu-a100|UP|2-00:00:00
+a2|IDLE|64|512000|gpu:a100:4|a100|gpu-a100|UP|2-00:00:00
+h1|IDLE|96|1000000|gpu:h100:8|h100|gpu-h100|UP|2-00:00:00
+c1|IDLE|64|256000|gpu:a100:1|(null)|cpu*|UP|UNLIMITED
+"""
+
+
+@pytest.mark.parametrize("name", ["slurm", "slurm-a100", "slurm-h100"])
+def test_a_shipped_profile_is_go_on_a_site_that_has_its_machines(
+    root: Path, preflight: Preflight, commands: Commands, name: str
+) -> None:
+    shutil.copytree(root / "profiles", "profiles")
+    commands(site=LARGE_SITE, scontrol="")
+    code, lines, last = preflight(f"profiles/{name}", "--no-job")
+    assert [line for line in lines if line.startswith("no")] == []
+    assert (code, lines[-1], last) == (0, "go", "")
 
 
 def test_an_interrupt_ends_every_process_and_has_its_own_exit_code(project: Path) -> None:
@@ -555,6 +583,8 @@ NOT_MOUNTED = f"work in a folder that every node mounts, or {KEYS} sbatch_option
          f"(log: FOLDER/log); work in a folder that the nodes mount; {KEYS} modules, container or mem_mb may be wrong"),
         ({}, ["n1", "n2"], False, "no  job: job 7 ended with FAILED on n[1-2] before its processes had connected "
          f"(log: FOLDER/log); {KEYS} interface: one that connects the nodes"),
+        ({"path": Path("here"), "job_id": "", "nodes": ""}, ["n1"], False,
+         "no  job: rank 3 on n1: RuntimeError: no (log: FOLDER/log)"),
         ({"path": Path("here")}, ["n1", "n2"], False, "no  job: rank 3 on n1: RuntimeError: no (log: FOLDER/log); "
          f"{KEYS} interface, modules or container may be wrong"),
     ],

@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     node, nodes = rank // local_world, world // local_world
     if local_rank == 0:
         write_json(folder / f"node-{node:03}.json", facts(folder, node))
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
+    store = connect(world)
     store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:
         store.set(f"gpus-{node}", str(len(gpu_names())))
@@ -81,6 +81,14 @@ def main(folder: Path) -> None:
         result |= {"between": between, "interfaces": {entry["host"]: entry["interface"] for entry in measured}}
         write_json(folder / ALLREDUCE, result)
     dist.barrier()  # a process that leaves early would break the others' connections
+
+
+def connect(world: int) -> dist.Store:
+    """The store through which the processes find each other; a single process has no agent that would serve one."""
+    if world == 1:
+        return dist.HashStore()
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
+    return store
 
 
 def facts(folder: Path, node: int) -> dict[str, Any]:

@@ -54,14 +54,17 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
         remedy = f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
         return no("shared folder", f"{names} {problem}{log}", remedy)
     if end.error:
-        return no("job", f"{end.error}{log}", f"{TRAIN} interface, modules or container may be wrong")
+        # on this machine there is no module, container or choice of network that a profile could have wrong
+        remedy = f"{TRAIN} interface, modules or container may be wrong" if end.job_id else ""
+        return no("job", f"{end.error}{log}", remedy)
     ended = f"{job} ended with {end.state}{where} before"
     if hosts:
-        remedy = f"{TRAIN} interface: one that connects the nodes"
+        remedy = f"{TRAIN} interface: one that connects the nodes" if end.job_id else ""
         return no("job", f"{ended} its processes had connected{log}", remedy)
     lines = end.log.read_text(encoding="utf-8", errors="replace").split("\n") if end.log and end.log.exists() else []
     last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
-    remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
+    cluster_remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
+    remedy = cluster_remedy if end.job_id else "run it in the environment that cellmill is installed in"
     return no("job", f"{ended} any process reported{last}{log}", remedy)
 
 
