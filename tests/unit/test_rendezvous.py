@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -185,6 +186,18 @@ def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
         asyncio.run(asyncio.wait_for(relay._to_first_node(), 0.5))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said)
+
+
+def test_an_entrance_without_a_free_port_is_the_run_s_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
+    with ExitStack() as taken, pytest.raises(SystemExit) as end:
+        for port in place.ports:
+            taken.enter_context(socket.create_server((LOOPBACK, port)))
+        agent._start_relay(place)
+    line = f"node1: the processes of this job cannot be connected: no port of {place.ports} is free on this node"
+    assert (str(end.value), (tmp_path / "error.txt").read_text()) == (line, line)
 
 
 def test_nodes_that_never_join_are_named_and_end_the_job(
