@@ -192,10 +192,11 @@ def test_an_entrance_without_a_free_port_is_the_run_s_error(monkeypatch: pytest.
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
-    with ExitStack() as taken, pytest.raises(SystemExit) as end:
+    with ExitStack() as taken:
         for port in place.ports:
             taken.enter_context(socket.create_server((LOOPBACK, port)))
-        agent._start_relay(place)
+        with pytest.raises(SystemExit) as end:
+            agent._start_relay(place)
     line = f"node1: the processes of this job cannot be connected: no port of {place.ports} is free on this node"
     assert (str(end.value), (tmp_path / "error.txt").read_text()) == (line, line)
 
