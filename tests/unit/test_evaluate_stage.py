@@ -160,11 +160,36 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
     for label, message in (
         ("cell_tipe", r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$"),
         ("one", f"obs column 'one' has one class, 'same'; {remedy}"),
-        ("none", f"obs column 'none' has no values; {remedy}"),
     ):
         with pytest.raises(DataError, match=message):
             evaluate(changed, tmp_path / "metrics.json", label)
     assert not (tmp_path / "metrics.json").exists()
+
+
+def test_a_dataset_without_any_label_skips_the_tasks_that_need_one(corpus: dict[str, Path], tmp_path: Path) -> None:
+    """Its cells may all have a text that means no label, and other datasets be labelled."""
+    changed = with_obs(corpus, tmp_path, "simulated", none=np.nan)
+    tasks = evaluate(changed, tmp_path / "metrics.json", "none")["datasets"]["simulated"]["tasks"]
+    assert tasks["probe"]["skipped"] == "no cell has a label in obs column 'none'"
+    assert tasks["reconstruct"]["skipped"] is None
+
+
+def test_the_log_has_a_short_line_for_each_task_and_names_few_classes(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = np.array([f"c{i % 60}" for i in range(600)], dtype=object)
+    changed = with_obs(corpus, tmp_path, "many", mine=labels)
+    capsys.readouterr()
+    metrics = evaluate(changed, tmp_path / "metrics.json", "mine", cells="all", tasks={"probe": {"seeds": 1}})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("many: probe: ")]
+    rest = ", ".join(sorted({f"c{i}" for i in range(60)})[:8])
+    assert lines[0] == f"many: probe: mine: {rest.replace(',', ' 10,')} 10 and 52 more classes with 520 cells"
+    probe = metrics["datasets"]["many"]["tasks"]["probe"]
+    best = max(row["accuracy_mean"] for row in probe["rows"] if row["kind"] == "model")
+    assert len(lines) == 2
+    assert lines[1].startswith(f"many: probe: accuracy {best:.3f}, embedding + ")
+    assert "; best baseline " in lines[1]
+    assert len(lines[1]) < 200
 
 
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:

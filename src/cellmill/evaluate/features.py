@@ -40,6 +40,7 @@ RANKED_GENES = 500
 VARIABLE_GENES, BINS = 2000, 20
 ROW_BLOCK = 4096  # cells read at once
 COMPARED = 512  # cells compared with all fitted ones at once
+SHOWN_CLASSES = 8  # in a line of the log
 MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
 
 
@@ -276,18 +277,19 @@ def labelled_cells(context: Context, task: str, fewest: int, needed_by: str, max
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")
     column = context.roles["label"]
-    if len(values := sorted({*text_values(column.dropna())})) < 2:
-        content = f"one class, {values[0]!r}" if values else "no values"
+    values = sorted({*text_values(column.dropna())})
+    if not values:
+        raise Skipped(f"no cell has a label in obs column {column.name!r}")
+    if len(values) < 2:
         raise DataError(
-            f"{context.reader.path}: obs column {column.name!r} has {content}; expected two classes or more for task "
-            f"{task}: name another label column, or leave it empty"
+            f"{context.reader.path}: obs column {column.name!r} has one class, {values[0]!r}; expected two classes or "
+            f"more for task {task}: name another label column, or leave it empty"
         )
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
     for heading, classes in ((column.name, chosen.classes), (f"left out, fewer than {fewest} cells", chosen.dropped)):
         if classes or heading == column.name:
-            counts = ", ".join(f"{name} {n:,}" for name, n in classes.items()) or "no class"
-            print(f"{context.dataset}: {task}: {heading}: {counts}", flush=True)
+            print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
     if (n := len(chosen.classes)) < 2:
         raise Skipped(
             f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or more; "
@@ -295,6 +297,15 @@ def labelled_cells(context: Context, task: str, fewest: int, needed_by: str, max
             chosen.numbers,
         )
     return replace(chosen, cells=scored[chosen.cells])
+
+
+def _listed(classes: dict[str, int]) -> str:
+    """The largest classes with their cells, and how many more there are."""
+    if not classes:
+        return "no class"
+    shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:SHOWN_CLASSES])
+    others = [*classes.values()][SHOWN_CLASSES:]
+    return shown + (f" and {len(others):,} more classes with {sum(others):,} cells" if others else "")
 
 
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:

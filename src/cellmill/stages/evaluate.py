@@ -24,6 +24,7 @@ import signal
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -67,6 +68,7 @@ from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import check_writable, progress, refuse_overwriting, sha256_file, write_json
 from cellmill.launch.signals import belong_to_parent, blocked, children, interrupted_later, signal_all
+from cellmill.report.tables import TaskTable, against_best
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
@@ -345,9 +347,30 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
                 ) from None
             context.baselines.known.update(added)
             results[work.name] = entry
-            for line in entry["sentences"] if entry["skipped"] is None else [f"skipped: {entry['skipped']}"]:
+            for line in result_lines(entry):
                 print(f"{dataset}: {work.name}: {line}", flush=True)
     return {work.name: results[work.name] for work in works}
+
+
+def result_lines(entry: dict[str, Any]) -> list[str]:
+    """The result of a task in one line, and its notes. metrics.json and the report have every comparison."""
+    if entry["skipped"] is not None:
+        return [f"skipped: {entry['skipped']}"]
+    table = TaskTable(entry)
+    parts = []
+    if (best := table.best_of("model")) is not None:
+        parts.append(f"{table.metric} {best.value:.3f}, {best.name}")
+    if (baseline := table.best_of("baseline")) is not None:
+        parts.append(f"best baseline {baseline.value:.3f}, {baseline.name}")
+    outcomes = Counter(verdict["outcome"] for verdict in against_best(entry))
+    if outcomes:
+        counts = ", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items()))
+        parts.append(f"against the best baseline of each metric {counts}")
+    n_computed = len(entry["verdicts"]) + len(entry["gaps"])  # sentences of these come first
+    notes = entry["sentences"][n_computed:]
+    if not parts:
+        parts = [text.removesuffix(".") for text in entry["sentences"][: len(entry["verdicts"])]]
+    return ["; ".join(parts), *notes] if parts else notes or ["done, its numbers are in metrics.json"]
 
 
 def knock_out(
