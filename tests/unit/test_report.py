@@ -373,7 +373,9 @@ def test_runs_that_are_level_share_the_first_sentence_and_the_advice(tmp_path: P
         cost = {"source": "own files", "jobs": [], "totals": totals, "unknown": {"max_memory_gb": "nobody knows"}}
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
-    assert "first and second are tied for best on pbmc: probe accuracy 0.800" in text
+    assert (
+        "first and second are tied for best on pbmc over the task that all have (probe): first has probe accuracy 0.800"
+    ) in text
     assert "Next for first, second: set train.steps: auto, 1,600 in place of 200: at 32 cells a step it added" in text
     assert "first, second: max memory gb, nobody knows." in text
 

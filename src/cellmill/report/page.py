@@ -5,7 +5,7 @@ It computes no result and loads nothing from elsewhere.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,13 +17,14 @@ from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
+from cellmill.report.ranking import Scores, rank, scores_of
 from cellmill.report.tables import Point, TaskTable, against_best, compare_runs, flat, number, reach
 from cellmill.runs.folder import COLLAPSED
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A run on one dataset: its best row of the task that ranks runs, and verdicts against the best baselines."""
+    """A run on one dataset: its best row of the first task that all runs have, and verdicts against baselines."""
 
     run: str
     dataset: str
@@ -36,7 +37,22 @@ class Standing:
     difference: Mapping[str, Any] | None  # verdict of the row against it; None if there is none
     verdicts: Sequence[tuple[str, Mapping[str, Any]]]  # (task, `tables.against_best`)
     gap: str | None  # in words, what the row closes of it, or that there is no scale
-    best: bool = False  # highest of the dataset's runs, by the same task, metric and digits that are shown
+    best: bool = False  # of the dataset's runs (`ranking`), or tied for it
+    n_runs: int = 1  # of the dataset
+    ranked_by: Sequence[str] = ()  # tasks that all of them have
+    ahead_of_best: Sequence[tuple[str, str, float]] = ()  # `Ranking.ahead`
+
+    @property
+    def compared(self) -> str:
+        """The tasks that the dataset's runs are compared over, in words; empty for a single run."""
+        tasks = ", ".join(task.replace("_", " ") for task in self.ranked_by)
+        return f" over the {'task' if len(self.ranked_by) == 1 else 'tasks'} that all have ({tasks})" if tasks else ""
+
+    @property
+    def exceptions(self) -> str:
+        """Where another run is better than the best one, in words; empty if nowhere."""
+        parts = [f"{run} in {task.replace('_', ' ')} (+{by:.3f})" for run, task, by in self.ahead_of_best]
+        return f" Better than it, beyond the interval between runs: {', '.join(parts)}." if parts else ""
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -59,14 +75,21 @@ class Standing:
 
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
-    """Standings of all runs that were evaluated by a task with a metric, the best of each dataset marked."""
+    """Standings of all runs that were evaluated by a task with a metric; `ranking` says which are best."""
+    scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
+    for run, dataset, entry in evaluated_datasets(runs):
+        if of_run := scores_of(entry["tasks"]):
+            scores.setdefault(dataset, {})[run.name] = of_run
+    rankings = {dataset: rank(of_runs) for dataset, of_runs in scores.items()}
     found: list[Standing] = []
     for run, dataset, entry in evaluated_datasets(runs):
         tables = {task: TaskTable(result) for task, result in entry["tasks"].items()}
         rows = {task: best for task, table in tables.items() if (best := table.best_of("model")) is not None}
         if not rows:
             continue
-        task = "probe" if "probe" in rows else next(iter(rows))  # probe ranks runs where it ran
+        ranking, n_runs = rankings[dataset], len(scores[dataset])
+        shown = ranking.tasks or [*rows]
+        task = "probe" if "probe" in shown else shown[0]
         table, row, baseline = tables[task], rows[task], tables[task].best_of("baseline")
         verdicts: dict[tuple[Any, ...], tuple[str, Mapping[str, Any]]] = {}
         for name, result in entry["tasks"].items():
@@ -93,10 +116,13 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
             difference=difference,
             verdicts=[*verdicts.values()],
             gap=table.gap["words"] if table.gap else None,
+            best=run.name in ranking.best,
+            n_runs=n_runs,
+            ranked_by=ranking.tasks if n_runs > 1 else (),
+            ahead_of_best=ranking.ahead,
         )
         found.append(standing)
-    top = {(one.dataset, one.task, one.metric): one.value for one in sorted(found, key=lambda one: one.value)}
-    return [replace(one, best=f"{one.value:.3f}" == f"{top[one.dataset, one.task, one.metric]:.3f}") for one in found]
+    return found
 
 
 def unscored(runs: list[ReportedRun]) -> list[str]:

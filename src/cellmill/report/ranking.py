@@ -1,0 +1,97 @@
+"""Which runs are best on a dataset, over the tasks that all of them have.
+
+A run's score of a task is that of its best row. The run with the highest mean of these scores is best; others are tied
+with it if their difference in every task is within its interval between runs. That interval is over repetitions, whose
+folds and draws are the same in all runs, and over cells. No file has a pair of runs cell by cell, so the difference of
+two runs is taken to scatter over cells as that of each from its best baseline does. Other seeds of a training are not
+in it: sweeps over `train.seed` show these.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from cellmill.report.tables import TaskTable
+
+LEVEL = 0.95
+SHOWN = 5e-4  # scores that differ by less have the same digits on the page
+MANY = 1e6  # degrees of freedom of the part over cells
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A run's best row of one task."""
+
+    row: str
+    value: float
+    repetitions: Sequence[float]  # empty where the file has none
+    cells_se: float  # standard error over cells of its difference from the best baseline; 0 if unknown
+
+
+Scores = dict[tuple[str, str], TaskScore]
+"""Scores of a run by task and metric."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Runs of one dataset."""
+
+    tasks: list[str] = field(default_factory=list)  # that all runs have, with the same metric
+    best: list[str] = field(default_factory=list)  # runs, the one with the highest mean first; none without such a task
+    ahead: list[tuple[str, str, float]] = field(default_factory=list)
+    """(run, task, by how much): better than the best run beyond the interval in this task."""
+
+
+def scores_of(tasks: Mapping[str, Any]) -> Scores:
+    """Scores of one run on one dataset, from its results by task."""
+    found: Scores = {}
+    for task, result in tasks.items():
+        table = TaskTable(result)
+        best, baseline = table.best_of("model"), table.best_of("baseline")
+        if best is None:
+            continue
+        row = next(row for row in table.rows if row["name"] == best.name)
+        errors = [
+            line.get("cells_se", 0.0)
+            for line in result.get("differences") or []
+            if (line["column"], line["compared"]) == (table.metric, best.name)
+            and (baseline is None or line["against"] == baseline.name)
+        ]
+        repetitions = row.get(f"{table.metric}_repetitions") or []
+        found[task, table.metric] = TaskScore(best.name, best.value, repetitions, max(errors, default=0.0))
+    return found
+
+
+def rank(runs: Mapping[str, Scores]) -> Ranking:
+    """The runs of a dataset, by name, compared over the tasks that all have."""
+    shared = [key for key in next(iter(runs.values()), {}) if all(key in scores for scores in runs.values())]
+    if not shared:
+        return Ranking()
+    means = {name: statistics.fmean(scores[key].value for key in shared) for name, scores in runs.items()}
+    best = max(means, key=means.__getitem__)
+    tied = [best]
+    ahead: list[tuple[str, str, float]] = []
+    for name, scores in runs.items():
+        apart = [(key[0], difference) for key in shared if (difference := beyond(scores[key], runs[best][key]))]
+        if name != best and not apart:
+            tied.append(name)
+        ahead += [(name, task, difference) for task, difference in apart if difference > 0]
+    return Ranking([task for task, _ in shared], tied, ahead)
+
+
+def beyond(score: TaskScore, other: TaskScore) -> float | None:
+    """Difference of two runs in a task if 0 is outside its interval, else None."""
+    difference = score.value - other.value
+    half = SHOWN
+    n = len(score.repetitions)
+    if n > 1 and n == len(other.repetitions):
+        over_repetitions = statistics.variance(a - b for a, b in zip(score.repetitions, other.repetitions)) / n
+        over_cells = max(score.cells_se, other.cells_se) ** 2
+        variance = over_repetitions + over_cells
+        if variance > 0:
+            freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / MANY)
+            quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
+            half = max(half, quantile * variance**0.5)
+    return difference if abs(difference) >= half else None

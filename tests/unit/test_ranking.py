@@ -1,0 +1,106 @@
+"""Which run is called best: over the tasks that all have, with ties only inside the interval between runs."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from cellmill.evaluate.scores import kind_of
+from cellmill.report.collect import ReportedRun
+from cellmill.report.page import render, standings
+from cellmill.report.ranking import TaskScore, beyond, rank, scores_of
+
+OWN, GENES = "embedding + kNN", "all genes + LR"
+
+
+def result(metric: str, values: list[float], baseline: float = 0.5, cells_se: float = 0.0) -> dict[str, Any]:
+    """Result of a task with one row of the model, of these repetitions, and one baseline."""
+    rows = [
+        {"name": name, "kind": kind_of(name), f"{metric}_mean": float(np.mean(of)), f"{metric}_repetitions": of}
+        for name, of in ((OWN, values), (GENES, len(values) * [baseline]))
+    ]
+    line = {"column": metric, "compared": OWN, "against": GENES, "mean": 0.0, "low": 0.0, "high": 0.0}
+    return {
+        "rows": rows,
+        "metric": metric,
+        "verdicts": [],
+        "sentences": [],
+        "differences": [line | {"cells_se": cells_se}],
+        "figures": {},
+        "skipped": None,
+    }
+
+
+def run(name: str, **tasks: Any) -> ReportedRun:
+    """A run that was evaluated on dataset d."""
+    dataset = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}, "tasks": tasks}
+    return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
+
+
+def first_line(runs: list[ReportedRun]) -> str:
+    """The page's first sentences as text."""
+    [found] = re.findall(r'<p class="lead">(.*?)</p>', render("r", runs, []), re.DOTALL)
+    return " ".join(re.sub("<[^>]*>", "", found).split())
+
+
+def test_runs_of_other_left_out_batches_are_not_tied() -> None:
+    probe = result("accuracy", [0.90, 0.91, 0.90])
+    runs = [
+        run("first", probe=probe, leave_out=result("accuracy, new batch", [0.87, 0.88, 0.88])),
+        run("second", probe=probe, leave_out=result("accuracy, new batch", [0.93, 0.94, 0.94])),
+    ]
+    assert [one.best for one in standings(runs)] == [False, True]
+    assert first_line(runs).startswith("second is best on d over the tasks that all have (probe, leave out): probe acc")
+
+
+def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
+        run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
+    ]
+    assert [one.best for one in standings(runs)] == [True, True]
+    shared = "over the tasks that all have (probe, few shot)"
+    assert first_line(runs).startswith(f"first and second are tied for best on d {shared}: first has probe f 0.810")
+
+
+def test_runs_with_other_tasks_are_compared_over_those_of_all() -> None:
+    runs = [
+        run("first", probe=result("f", [0.8, 0.8]), clustering=result("ARI", [0.99, 0.99])),
+        run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
+    ]
+    found = standings(runs)
+    assert [(one.best, one.ranked_by) for one in found] == [(False, ["probe"]), (True, ["probe"])]
+    assert "second is best on d over the task that all have (probe): probe f 0.900" in first_line(runs)
+
+
+def test_no_run_is_best_without_a_task_that_all_have() -> None:
+    runs = [run("first", probe=result("f", [0.8, 0.8])), run("second", few_shot=result("5", [0.9, 0.9]))]
+    assert not any(one.best for one in standings(runs))
+    assert first_line(runs) == "The runs on d have no task in common that ranks rows: none is called best."
+
+
+def test_the_task_where_another_run_is_better_is_named() -> None:
+    runs = [
+        run("first", probe=result("f", [0.80, 0.80]), leave_out=result("g", [0.5, 0.5])),
+        run("second", probe=result("f", [0.83, 0.83]), leave_out=result("g", [0.2, 0.2])),
+    ]
+    assert [one.best for one in standings(runs)] == [True, False]
+    assert first_line(runs).endswith("Better than it, beyond the interval between runs: second in probe (+0.030).")
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.004, 0.05])
+def test_the_interval_over_repetitions_is_that_of_a_paired_t_test(shift: float) -> None:
+    generator = np.random.default_rng(0)
+    a = generator.normal(0.8, 0.05, 8)
+    b = a + generator.normal(shift, 0.01, 8)
+    found = beyond(TaskScore("a", a.mean(), a.tolist(), 0.0), TaskScore("b", b.mean(), b.tolist(), 0.0))
+    assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)
+
+
+def test_few_cells_widen_the_interval_between_runs() -> None:
+    values = [[0.80, 0.81, 0.80], [0.83, 0.84, 0.83]]
+    few, many = ([scores_of({"probe": result("f", of, cells_se=error)}) for of in values] for error in (0.03, 0.003))
+    assert rank(dict(zip("ab", many))).best == ["b"]
+    assert rank(dict(zip("ab", few))).best == ["b", "a"]
