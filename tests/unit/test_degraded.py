@@ -115,14 +115,17 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
     result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
     table = {row["name"]: row for row in result.rows}
     of_panel = [name for name in table if "of the panel" in name]
-    assert of_panel == [f"{kind} of the panel + {one}" for kind in ("PCA50", "all genes") for one in CLASSIFIERS]
+    kinds = ("embedding", "PCA50", "all genes")
+    assert of_panel == [f"{kind} of the panel + {one}" for kind in kinds for one in CLASSIFIERS]
+    assert {table[name]["kind"] for name in of_panel[:3]} == {"model"}
     for name in of_panel:
         assert table[name]["whole_mean"] is None
         for level in ("20 genes", "9 genes"):
             assert len({table[name][f"{level}, {way}_mean"] for way in WAYS}) == 1
-    for one in CLASSIFIERS:
-        key = "9 genes, matched_mean"
-        assert table[f"all genes of the panel + {one}"][key] == table[f"all genes + {one}"][key]
+    key = "9 genes, matched_mean"
+    for kind in ("embedding", "all genes"):
+        for one in CLASSIFIERS:
+            assert table[f"{kind} of the panel + {one}"][key] == table[f"{kind} + {one}"][key]
 
 
 @pytest.mark.parametrize("config", [LowDepthConfig(repeats=1), MissingGenesConfig(repeats=1)], ids=lambda c: c.name)

@@ -2,7 +2,8 @@
 
 Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of all levels. Whoever
 has new cells of a panel or a shallow protocol knows the panel and the depth, so a PCA can be fitted for them: its
-components are those of the model's training cells with the same genes or the same share of counts.
+components are those of the model's training cells with the same genes or the same share of counts. Rows "of the panel"
+read the labelled whole cells over its genes, those of the model like those of the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ from cellmill.evaluate.features import (
     rows_of,
     small_problems,
 )
-from cellmill.evaluate.scores import MAJORITY, Predictions, seeded
+from cellmill.evaluate.scores import EMBEDDING, MAJORITY, Predictions, seeded
 from cellmill.evaluate.task import COMPONENTS, PCA_CELLS, Context, Skipped, Task, TaskResult, pca, read_training_counts
 from cellmill.evaluate.tasks.classify import Split, majority, stratified
 
@@ -38,6 +39,7 @@ WAYS = MATCHED, SHIFTED, ALL_LEVELS = "matched", "shifted", "trained on all leve
 PER_1K = f"{OF_TRAINING}, CP1k"
 """Components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000."""
 OF_THINNED = f"PCA{COMPONENTS} of thinned cells"
+EMBEDDING_OF_PANEL = f"{EMBEDDING} of the panel"
 OF_PANEL, ALL_OF_PANEL = f"PCA{COMPONENTS} of the panel", "all genes of the panel"
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
@@ -154,9 +156,13 @@ class Degraded(Task):
         training: TrainingCounts,
         generator: np.random.Generator,
     ) -> LevelFeatures:
-        """Baseline features that are made for the genes or the depth of `level`."""
+        """Features that are made for the genes or the depth of `level`: of baselines and, for a panel, of the model."""
         if isinstance(self.config, MissingGenesConfig):
-            of_panel = {OF_PANEL: training.over_panel(counts[level]), ALL_OF_PANEL: cells[level][ALL_GENES]}
+            of_panel = {
+                EMBEDDING_OF_PANEL: cells[level][EMBEDDING],
+                OF_PANEL: training.over_panel(counts[level]),
+                ALL_OF_PANEL: cells[level][ALL_GENES],
+            }
             return LevelFeatures({level: of_panel}, knows_panel=True)
         components = training.thinned(self.levels()[level], generator)
         return LevelFeatures({name: {OF_THINNED: components(values)} for name, values in counts.items()}, False)
