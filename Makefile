@@ -4,7 +4,8 @@
 # make test      every promise once: 15 minutes on 2 cores
 # make test-all  every test, with the packages of all extras
 # make bench     ratios of CPU time against benchmarks/budget.toml: 3 minutes
-# make matrix    demo and tests with the oldest and the newest versions that pyproject.toml allows; make newest: its demo alone
+# make matrix    demo, every stage and tests with the oldest and the newest versions that pyproject.toml allows;
+#                make newest: demo, every stage and bridges with the newest
 # make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
 #                wheels for a machine without a package index, in wheelhouse/ (TO=…): SET is all, run, shards or gpu,
 #                WITHOUT names what that machine has
@@ -80,7 +81,7 @@ matrix: install
 	$(BIN)/python tools/matrix.py
 
 newest: install
-	$(BIN)/python tools/matrix.py newest --demo --constraint $(filter torch==%,$(file < envs/requirements.lock))
+	$(BIN)/python tools/matrix.py newest --stages --constraint $(filter torch==%,$(file < envs/requirements.lock))
 
 docs: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement envs/requirements-docs.lock
