@@ -11,6 +11,7 @@ import pytest
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.changes import CO_EXPRESSION, HeldOut, of_new_contexts, of_new_perturbations
@@ -42,6 +43,30 @@ def test_scores_of_changes_by_hand() -> None:
     assert scores["direction"][[0, 2]].tolist() == [1, 1]
     # of the last, (0, 1, 0, 0) is 0.25 from the second's change and 0.5 from its own
     assert scores["discrimination"][[0, 2]].tolist() == [1, 0.5]
+
+
+def test_baselines_are_not_fitted_on_perturbations_that_validate_the_model(screen: Context) -> None:
+    manifest = screen.model.manifest
+    names = {
+        split: {
+            name.partition(":")[2]
+            for shard in manifest.splits[split].shards
+            for name in read_names(manifest.shard_path(shard), "obs")
+        }
+        for split in ("train", "val", "test")
+    }
+    cells = screen.reader.obs.index
+    perturbation = np.where(np.arange(len(cells)) % 3 == 0, "control", "trained").astype(object)
+    for split, name in (("val", "validated"), ("test", "tested")):
+        perturbation[cells.isin([*names[split]]) & (perturbation != "control")] = name
+    roles = {"perturbation": pd.Series(perturbation), "is_control": pd.Series(perturbation == "control")}
+    context = replace(screen, roles=roles, scored=perturbation == "tested")
+    config = PerturbationConfig(held_out=["perturbation"], min_cells=4)
+    held = HeldOut.of(context, config, "perturbation")
+    [(_, train, test)] = held.folds()
+    assert {*held.perturbation} == {"trained", "validated", "tested"}
+    assert held.perturbation[train].tolist() == ["trained"]
+    assert held.perturbation[test].tolist() == ["tested"]
 
 
 def test_predictions_are_means_of_training_units_by_hand() -> None:

@@ -231,6 +231,16 @@ class EvaluatedModel:
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
 
+    def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
+        """Mask of the `cells` (obs names) of a dataset that are in training shards, bool."""
+        found: set[str] = set()
+        for shard in self.manifest.splits["train"].shards:
+            for name in read_names(self.manifest.shard_path(shard), "obs"):
+                of_dataset, _, cell = name.partition(":")
+                if of_dataset == dataset:
+                    found.add(cell)
+        return np.asarray(cells.isin([*found]))
+
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
         return read_gene_statistics(self.manifest, self.tokens)

@@ -269,6 +269,7 @@ class HeldOut:
     perturbation: np.ndarray  # (U,) text
     group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
     unseen: np.ndarray  # (U,) bool: of a group that the model saw no cell of
+    trained: np.ndarray  # (U,) bool: of a group with cells that the model was fitted on, not only validated
     left_out: list[str]
 
     @classmethod
@@ -292,6 +293,8 @@ class HeldOut:
         names = np.array([" | ".join(parts) for parts in zip(perturbation, profiles.dose, value)])
         units, first, unit = np.unique(names, return_index=True, return_inverse=True)
         unseen = (n_scored >= UNSEEN_FRAC * n_cells)[group[first]]
+        is_trained = context.model.is_training_cell(context.dataset, context.reader.obs.index)
+        trained = (np.bincount(group[usable & is_trained], minlength=len(groups)) > 0)[group[first]]
         counted = usable & (context.scored | ~unseen[unit])
         enough = np.bincount(unit[counted], minlength=len(units)) >= config.min_cells
         has_cells = np.bincount(unit[usable], minlength=len(units)) > 0
@@ -305,18 +308,25 @@ class HeldOut:
             perturbation=perturbation[first[kept]],
             group=value[first[kept]],
             unseen=unseen[kept],
+            trained=trained[kept],
             left_out=sorted({str(perturbation[first[at]]) for at in np.flatnonzero(has_cells & ~enough)}),
         )
 
     def folds(self) -> Iterator[Fold]:
-        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few."""
+        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few.
+
+        Where the model was fitted on some groups, so are the baselines: not on those that only validated it.
+        """
         options = self.context.options
         groups, unseen = np.unique(self.group), np.unique(self.group[self.unseen])
         every = np.arange(len(self.group))
         if len(groups) < 2 or not len(unseen):
             return
         if len(unseen) < len(groups):
-            yield 0, every[~self.unseen], every[self.unseen]
+            seen = ~self.unseen
+            if (fitted := seen & self.trained).any():
+                seen = fitted
+            yield 0, every[seen], every[self.unseen]
         elif self.role == "perturbation":
             for repetition in range(self.config.seeds):
                 n, seed = min(options.folds, len(groups)), options.seed + repetition
