@@ -3,7 +3,7 @@
 Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of all levels. Whoever
 has new cells of a panel or a shallow protocol knows the panel and the depth, so a PCA can be fitted for them: its
 components are those of the model's training cells with the same genes or the same share of counts. Rows "of the panel"
-read the labelled whole cells over its genes, those of the model like those of the baselines.
+read the labelled whole cells over its genes, for the model as for the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping
