@@ -17,8 +17,9 @@ from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
-from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.split import hash_cells, hash_genes
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json

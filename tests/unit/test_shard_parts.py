@@ -25,12 +25,13 @@ from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
-from cellmill.data.shards.index import CellColumns, hash_cells, hash_genes, open_index
+from cellmill.data.shards.index import CellColumns, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
 from cellmill.data.shards.plan import FOLDER, make_plan
 from cellmill.data.shards.reader import OpenFiles, open_shards
 from cellmill.data.shards.writer import write_part, write_shards
+from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
 from cellmill.evaluate.task import TrainedCells
 from cellmill.stages import data

@@ -21,12 +21,11 @@ from cellmill.config import check_config
 from cellmill.config.corpus import Shard
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.index import hash_cells, hash_genes
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS, levels_of, numbers_of
-from cellmill.data.shards.plan import split_by_content, split_by_value
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
+from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_by_value
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file

@@ -14,12 +14,14 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.config.corpus import VocabularyConfig
+from cellmill.config.corpus import Shard, VocabularyConfig
 from cellmill.config.options import TrainOptions, VocabularyOptions
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes import build as module
 from cellmill.data.genes.build import Medians, build_vocabulary
-from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import TrainingCells, Vocabulary
+from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.planner.inputs import fitted
 from cellmill.stages import data as stage
@@ -283,3 +285,87 @@ def test_protein_coding_genes_are_those_of_gencode(make_h5ad: Make) -> None:
     ids = ["ENSG00000141510", "ENSG00000229807", "ENSMUSG00000059552", "ENSMUSG00000086503"]  # TP53, XIST of both
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
     assert built(cells, protein_coding=True).gene_ids == [ids[0], ids[2]]
+
+
+DONORS = ["d0", "d1", "d2", "d3", "d4"]
+
+
+@pytest.fixture
+def donors(tmp_path: Path) -> Path:
+    """Cells of five donors; gene A varies in all of them, gene d2 in donor d2 alone, and so on."""
+    random = np.random.default_rng(3)
+    donor = np.repeat(DONORS, 40)
+    genes = [f"ENSG0000000{number:04d}" for number in range(2000)]
+    counts = random.poisson(random.uniform(1, 9, 2000), (200, 2000))
+    for number, name in enumerate(DONORS):
+        own = donor == name
+        counts[own, number] = random.choice([0, 0, 0, 20], own.sum())
+    obs = pd.DataFrame({"donor": donor}, index=[f"cell_{row}" for row in range(200)])
+    matrix = sp.csr_matrix(counts.astype(np.uint16))
+    path = tmp_path / "donors.h5ad"
+    write_cells(path, obs, pd.DataFrame(index=genes), [matrix], matrix.nnz, count_dtype(60))
+    return path
+
+
+def options_of(**shard: Any) -> Shard:
+    return Shard.model_validate({"cells_per_shard": 64, "val_frac": 0.2, "test_frac": 0.2} | shard)
+
+
+def cells_of(folder: Path, split: str) -> list[str]:
+    """Names of a split's cells, by the files that anndata opens."""
+    return [name for path in sorted(folder.glob(f"{split}-*.h5ad")) for name in ad.read_h5ad(path).obs_names]
+
+
+@pytest.mark.parametrize("select", ["detected", "seurat"])
+@pytest.mark.parametrize("split", [{"split_by": "donor"}, {}, {"split_by": "donor", "seed": 4}, {"seed": 5}])
+def test_only_training_cells_choose_genes_and_give_medians(
+    donors: Path, tmp_path: Path, select: str, split: dict[str, Any]
+) -> None:
+    shard, chosen = options_of(**split), VocabularyConfig.model_validate({"select": select, "max_genes": 8})
+    if not chosen.reads_split(shard):
+        return
+    got = build_vocabulary([donors], chosen, shard)
+    write_shards([donors], got, shard, tmp_path / "shards" / "manifest.json")
+    names = [name.partition(":")[2] for name in cells_of(tmp_path / "shards", "train")]
+    data = ad.read_h5ad(donors)
+    assert got.training == TrainingCells(len(names), 200, split.get("split_by", ""))
+    assert 0 < len(names) < 200
+    training = tmp_path / "training.h5ad"
+    data[sorted(names, key=list(data.obs_names).index)].copy().write_h5ad(training)
+    wanted = built(training, select=select, max_genes=8)
+    assert (got.gene_ids, got.n_cells.tolist()) == (wanted.gene_ids, wanted.n_cells.tolist())
+    assert (got.medians == wanted.medians).all()
+
+
+def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(donors: Path, tmp_path: Path) -> None:
+    shard = options_of(split_by="donor")
+    options = VocabularyConfig(select="seurat", max_genes=30)
+    got = build_vocabulary([donors], options, shard)
+    write_shards([donors], got, shard, tmp_path / "shards" / "manifest.json")
+    names = [name.partition(":")[2] for name in cells_of(tmp_path / "shards", "train")]
+    trained = {*ad.read_h5ad(donors).obs["donor"][names]}
+    assert len(trained) == 3
+    own = {name: f"ENSG0000000{number:04d}" for number, name in enumerate(DONORS)}
+    assert {*own.values()} & {*got.gene_ids} == {own[name] for name in trained}
+    assert {*own.values()} <= {*build_vocabulary([donors], options).gene_ids}
+
+
+def test_the_training_cells_are_named_in_file_and_log(
+    donors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, out = VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), tmp_path / "v.tsv"
+    for split, line in (
+        ('{"split_by": "donor", "val_frac": 0.2}', "120 training cells of 200 cells (shard.split_by donor)"),
+        (None, "all cells"),
+    ):
+        stage.vocabulary(options=options, cells=[donors], out=out, split=split)
+        assert f"genes and medians are those of {line}\n" in capsys.readouterr().out
+        got = Vocabulary.read(out)
+        assert str(got.training or "all cells") == line
+        assert got.quantiles is not None
+    stage.vocabulary(options=options, cells=[donors], out=out, split='{"split_by": "donor"}')
+    text = out.read_text()
+    for good, bad in (("#training_cells\t", "#training_cells\tx"), ("\t200\tdonor", "\t3\tdonor")):
+        out.write_text(text.replace(good, bad))
+        with pytest.raises(DataError, match="expected #training_cells, two numbers of cells, and the column"):
+            Vocabulary.read(out)

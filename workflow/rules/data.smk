@@ -96,7 +96,7 @@ rule vocabulary:
         mem_mb=sized(4000, 12),
         runtime=sized(60, 300),
     params:
-        options=jobs.options("vocabulary"),
+        options=jobs.vocabulary_options,
     shell:
         "cellmill vocabulary --options {params.options:q} --cells {input.cells:q} --out {output:q} 2>&1 | tee -i {log:q}"
 

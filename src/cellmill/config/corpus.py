@@ -6,10 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from cellmill.config.section import Section
+from cellmill.config.section import Section, leaving_out
 
 SPLITS = ("train", "val", "test")
 
+SPLIT_OPTIONS = ("split_by", "train_values", "val_frac", "test_frac", "seed")
+"""Options of section shard that say which cells are held out."""
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
 NOT_WILDCARD = r"^[^{}<>\r\n]+$"
 """Pattern of a path that Snakemake takes as it is: it reads braces and angles in an input as wildcards."""
@@ -47,13 +49,21 @@ class Preprocess(Section):
     """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on the other cells
     of its file. `vocabulary.min_cells` counts over the corpus."""
     min_coverage_frac: float = Field(0.5, ge=0, le=1, description="Minimum fraction of genes with an Ensembl id.")
+    gene_length: Literal["keep", "normalise", "refuse"] = "keep"
+    """Cells of full-length protocols (Smart-seq and others, found by any obs column that names them), whose counts grow
+    with the length of a gene: keep them as they are, with a warning; normalise their counts by gene length, keeping the
+    sum of each cell, and draw whole numbers; or refuse the dataset."""
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = None
     """Compression of the preprocessed cells. gzip takes a quarter of the disk (`cellmill plan_corpus` prints it) and
     2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same."""
 
+    _as_before = leaving_out("gene_length")
+
     def problems(self) -> Iterator[str]:
+        if self.gene_length == "normalise" and self.organism is None:
+            yield "gene_length normalise requires organism, whose genes have lengths; set it, or gene_length to keep"
         if self.orthologs is not None and self.reference_organism is None:
             yield "orthologs is read with reference_organism alone; set that, or leave orthologs out"
 
@@ -64,8 +74,9 @@ class VocabularyConfig(Section):
     min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
     max_genes: int | None = Field(None, ge=1, description="Maximum number of genes, chosen by `select`; null: all.")
     select: Literal["detected", "seurat", "seurat_v3"] = "detected"
-    """Which genes max_genes keeps: those detected in most cells, or the most variable over all cells of the corpus, by
-    this flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`)."""
+    """Which genes max_genes keeps: those detected in most cells, or the most variable ones, by this flavor of scanpy's
+    highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`). With seurat, seurat_v3 or shard.split_by,
+    cells of val and test have no part in the vocabulary: genes, medians and quantiles are those of training cells."""
     quantiles: bool = False
     """Store the per-mille quantiles of the corpus's values, within 0.5 %, for tokens.binning quantile_corpus."""
     variability: bool = False
@@ -76,6 +87,13 @@ class VocabularyConfig(Section):
     """Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or scgpt:FOLDER, as in
     init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none."""
     protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
+
+    def reads_split(self, shard: "Shard") -> bool:
+        """True if only training cells are read: genes chosen by variability, or a split that holds out whole groups.
+
+        Otherwise cells are split by chance, and those held out are as the others.
+        """
+        return self.select != "detected" or shard.split_by is not None
 
     def problems(self) -> Iterator[str]:
         if self.select != "detected" and self.max_genes is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cellmill.config.corpus import SPLIT_OPTIONS
 from cellmill.config.datasets import Dataset, ObsColumns, is_url
 from cellmill.config.evaluate import ExternalModel
 from cellmill.config.published import PublishedFolder, model_folder_of, vocabulary_file
@@ -116,6 +117,18 @@ class JobFiles:
         if dataset.counts_rule != "refuse":
             words.append(f"--counts-rule={dataset.counts_rule}")
         return words
+
+    def vocabulary_options(self, wildcards: Wildcards) -> str | list[str]:
+        """File of the options of stage vocabulary and, if it reads training cells only, the split as an argument.
+
+        In one parameter, so that vocabularies of all cells, as earlier versions made them, are not made again.
+        """
+        file = self.options("vocabulary")(wildcards)
+        corpus = self.corpora[wildcards.corpus]
+        if not corpus.vocabulary.reads_split(corpus.shard):
+            return file
+        split = corpus.shard.model_dump(mode="json", include={*SPLIT_OPTIONS})
+        return [file, f"--split={json.dumps(split, sort_keys=True)}"]
 
     def label_maps(self, wildcards: Wildcards) -> list[str]:
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))

@@ -21,10 +21,11 @@ from cellmill.data.arrays import positions_in_rows
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import are_in, hash_cells, hash_genes, open_index
+from cellmill.data.shards.index import are_in, open_index
 from cellmill.data.shards.manifest import READ, Manifest, verify
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import read_names
+from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 

@@ -139,6 +139,7 @@ class ReportedCorpus:
     datasets: list[dict[str, Any]]  # QC reports, by name
     manifest: dict[str, Any] | None
     n_genes: int | None  # genes of the vocabulary
+    vocabulary_cells: str | None = None  # cells that chose these genes and gave their medians
     commands: dict[str, str] = field(default_factory=dict)  # that make files again
 
 
@@ -176,12 +177,14 @@ def read_run(folder: Path) -> ReportedRun:
 
 def read_corpus(folder: Path) -> ReportedCorpus:
     """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
-    vocabulary = _existing(folder, "corpus") / "vocabulary.tsv"
+    path = _existing(folder, "corpus") / "vocabulary.tsv"
+    vocabulary = Vocabulary.read(path) if path.exists() else None
     return ReportedCorpus(
         name=folder.resolve().name,
         datasets=[_read(path, QC_REPORT) or {} for path in sorted((folder / "cells").glob("*.json"))],
         manifest=_read(folder / "shards" / "manifest.json", MANIFEST),
-        n_genes=Vocabulary.read(vocabulary).n_genes if vocabulary.exists() else None,
+        n_genes=None if vocabulary is None else vocabulary.n_genes,
+        vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
         commands=remake_commands("corpora", folder),
     )
 

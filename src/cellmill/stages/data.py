@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from cellmill.config.corpus import is_fasta
+from cellmill.config.corpus import Shard, is_fasta
 from cellmill.config.datasets import NO_COLUMNS, CountsRule, ObsColumns, redacted
+from cellmill.config.load import check_options
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import lost_counts
@@ -19,7 +20,7 @@ from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequence
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import remove_incomplete, write_json
+from cellmill.files import parse_json, remove_incomplete, write_json
 
 
 def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
@@ -114,10 +115,15 @@ def preprocess(
         )
 
 
-def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path) -> None:
-    """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv)."""
-    vocabulary = build_vocabulary(cells, options.vocabulary)
+def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path, split: str | None = None) -> None:
+    """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv).
+
+    `split`, options of the shard section as JSON, leaves out the cells that the shards will hold out.
+    """
+    shard = None if split is None else check_options(Shard, parse_json(split, "--split"), "--split")
+    vocabulary = build_vocabulary(cells, options.vocabulary, shard)
     vocabulary.write(out)
+    print(f"genes and medians are those of {vocabulary.training or 'all cells'}")
     print(f"{vocabulary.n_genes:,} genes, digest {vocabulary.digest[:12]} -> {out}")
 
 

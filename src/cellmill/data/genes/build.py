@@ -19,16 +19,17 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.config.corpus import ORGANISM, VocabularyConfig
+from cellmill.config.corpus import ORGANISM, SPLITS, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
-from cellmill.data.arrays import TARGET_SUM, counts_per_10k
+from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
 from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
-from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.genes.vocabulary import TrainingCells, Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import optional_package
+from cellmill.data.split import hash_cells, hash_genes, split_by_value, split_of_hashes, values_that_split
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import progress
 
@@ -124,10 +125,13 @@ class Moments:
         return (self.squares / self.n_cells - self.mean**2) * (self.n_cells / max(1, self.n_cells - 1))
 
 
-def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = None) -> Vocabulary:
+def build_vocabulary(
+    paths: Iterable[Path], options: VocabularyConfig | None = None, split: Shard | None = None
+) -> Vocabulary:
     """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all residues.
 
-    Raises DataError when a file shares no gene with the others, or no gene is left.
+    With `split`, cells of val and test have no part in it. Raises DataError when a file shares no gene with the others,
+    or no gene is left.
     """
     paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
     symbols, ordered = _read_symbols(paths)
@@ -135,9 +139,10 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         return _sequence_vocabulary(paths)
     gene_ids = sorted(symbols)
     allowed = _allowed_genes(gene_ids, options)
+    cells = _Cells(paths, gene_ids, split)
     medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
     measured = options.variability or options.select != "detected"
-    for genes, block in _blocks(paths, gene_ids):
+    for genes, block in cells.blocks():
         per_10k = counts_per_10k(block.data, block.indptr)
         medians.add(genes, per_10k)
         if measured:
@@ -152,7 +157,7 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         )
     scores = n_cells[keep].astype(float)
     if options.select == "seurat_v3":
-        scores = _standardised_variance(paths, gene_ids, keep, moments.of_genes(keep))
+        scores = _standardised_variance(cells, keep, moments.of_genes(keep))
     elif measured:
         scores = _standardised_dispersion(moments.of_genes(keep))
     if options.max_genes is not None:
@@ -168,17 +173,64 @@ def build_vocabulary(paths: Iterable[Path], options: VocabularyConfig | None = N
         if not (rows >= 0).any():
             raise DataError(f"vocabulary.medians: {path}: it has no gene of the corpus; name another model")
         own = np.where(rows >= 0, theirs.medians[rows], own)
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks)
+    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks, cells.training())
 
 
-def _blocks(paths: list[Path], gene_ids: list[str]) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
-    """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
-    rows = {gene: row for row, gene in enumerate(gene_ids)}
-    for path in progress(paths, "vocabulary", len(paths), "files"):
+class _Cells:
+    """Cells that a vocabulary is made of: all of the files, or with `split` those for training."""
+
+    def __init__(self, paths: list[Path], gene_ids: list[str], split: Shard | None):
+        self._paths, self.gene_ids, self._split = paths, gene_ids, split
+        self._rows = {gene: row for row, gene in enumerate(gene_ids)}
+        self._gene_hashes = hash_genes(gene_ids if split is not None and split.split_by is None else [])
+        self._masks = {} if split is None or split.split_by is None else _training_masks(paths, split)
+        self._n_training = self._n_all = 0
+
+    def blocks(self) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
+        """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
+        self._n_training = self._n_all = 0
+        for path in progress(self._paths, "vocabulary", len(self._paths), "files"):
+            with open_counts(path) as reader:
+                row_of_column = np.array([self._rows[gene] for gene in reader.var_names], np.int32)
+                first = 0
+                for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
+                    last = first + block.shape[0]
+                    if self._split is not None:
+                        is_training = self._is_training(path, block, row_of_column, slice(first, last))
+                        block = select_rows(block, is_training)
+                    self._n_all += last - first
+                    self._n_training += block.shape[0]
+                    first = last
+                    yield row_of_column.take(block.indices), block
+
+    def training(self) -> TrainingCells | None:
+        """The cells that `blocks` gave last; None for all cells. Raises DataError if there was none."""
+        if self._split is None:
+            return None
+        if not self._n_training:
+            raise DataError(f"none of {self._n_all:,} cells is for training; lower shard.val_frac or test_frac")
+        return TrainingCells(self._n_training, self._n_all, self._split.split_by or "")
+
+    def _is_training(self, path: Path, block: sp.csr_matrix, row_of_column: np.ndarray, rows: slice) -> np.ndarray:
+        assert self._split is not None
+        if self._split.split_by is not None:
+            return self._masks[path][rows]
+        hashes = hash_cells(block.indptr, row_of_column.take(block.indices), block.data, self._gene_hashes)
+        split = split_of_hashes(hashes[:, 0], self._split.seed, self._split.val_frac, self._split.test_frac)
+        return split == SPLITS.index("train")
+
+
+def _training_masks(paths: list[Path], split: Shard) -> dict[Path, np.ndarray]:
+    """Mask of the training cells of each file, by the values of an obs column."""
+    assert split.split_by is not None
+    values: list[np.ndarray] = []
+    for path in paths:
         with open_counts(path) as reader:
-            row_of_column = np.array([rows[gene] for gene in reader.var_names], np.int32)
-            for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
-                yield row_of_column.take(block.indices), block
+            values.append(values_that_split(reader, split.split_by))
+    joined = np.concatenate(values)
+    found = split_by_value(joined, split.split_by, split.seed, split.val_frac, split.test_frac, split.train_values)
+    ends = np.cumsum([len(own) for own in values])[:-1]
+    return dict(zip(paths, np.split(found == SPLITS.index("train"), ends)))
 
 
 def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
@@ -194,7 +246,7 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
     return ((table["dispersion"] - centre) / spread).to_numpy()
 
 
-def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndarray, counts: Moments) -> np.ndarray:
+def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> np.ndarray:
     """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second pass over the files.
 
     The deviation that the mean of a gene predicts is a local regression of degree 2. Raises ConfigError without
@@ -207,9 +259,10 @@ def _standardised_variance(paths: list[Path], gene_ids: list[str], keep: np.ndar
     expected = np.zeros(len(keep))
     expected[varies] = model.outputs.fitted_values
     deviation = np.sqrt(10**expected)
-    limits, clipped = np.full(len(gene_ids), np.inf), Moments(len(gene_ids))
+    n_genes = len(cells.gene_ids)
+    limits, clipped = np.full(n_genes, np.inf), Moments(n_genes)
     limits[keep] = deviation * np.sqrt(n) + mean
-    for genes, block in _blocks(paths, gene_ids):
+    for genes, block in cells.blocks():
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
     clipped = clipped.of_genes(keep)
     return (n * mean**2 + clipped.squares - 2 * clipped.sums * mean) / ((n - 1) * deviation**2)

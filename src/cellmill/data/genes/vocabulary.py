@@ -4,8 +4,10 @@ Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is to
 has the median of its counts per 10,000 over the cells in which it is detected: the scale of rank values (Geneformer,
 Theodoris et al. 2023).
 
-If the corpus asks for them, `#variability` begins a line with the rank of each gene by its variability, and
-`#quantiles` the last line, with quantiles of all nonzero values at equal steps of probability.
+If only training cells were read, `#training_cells` begins a line with their number, that of all cells, and the obs
+column of the split (empty: by content). If the corpus asks for them, `#variability` begins a line with the rank of each
+gene by its variability, and `#quantiles` the last line, with quantiles of all nonzero values at equal steps of
+probability.
 """
 
 import hashlib
@@ -25,6 +27,20 @@ from cellmill.files import require_file, write_text
 COLUMNS = ("token_id", "gene_id", "symbol", "n_cells", "median")
 QUANTILES = "#quantiles"  # first field of the line
 VARIABILITY = "#variability"
+TRAINING = "#training_cells"
+
+
+@dataclass(frozen=True)
+class TrainingCells:
+    """The cells that chose the genes of a vocabulary and gave their medians: the training cells of a split."""
+
+    n_training: int
+    n_all: int
+    split_by: str  # obs column, or empty for a split by the content of cells over all genes of their files
+
+    def __str__(self) -> str:
+        how = f"shard.split_by {self.split_by}" if self.split_by else "split by their content over all genes"
+        return f"{self.n_training:,} training cells of {self.n_all:,} cells ({how})"
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class Vocabulary:
     medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
     quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
     variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
+    training: TrainingCells | None = None  # cells that were read; None for all cells of the corpus
 
     @property
     def n_genes(self) -> int:
@@ -101,10 +118,13 @@ class Vocabulary:
                 raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
         if lines[-1].startswith(VARIABILITY):
             try:
-                variability = as_places(lines.pop().split("\t")[1:], len(lines) - 1 - len(SPECIAL))
+                variability = as_places(lines.pop().split("\t")[1:], _n_genes(lines))
             except ValueError:
                 fault = f"expected {VARIABILITY} and a place for each gene"
                 raise DataError(f"{path}, line {len(lines) + 1}: {fault}") from None
+        training = None
+        if lines[-1].startswith(TRAINING):
+            training = _read_training(lines.pop(), f"{path}, line {len(lines) + 1}")
         rows = []
         for token, line in enumerate(lines[1:]):
             special = token < len(SPECIAL)
@@ -118,7 +138,7 @@ class Vocabulary:
                 raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
         gene_ids, symbols, n_cells, medians = map(list, zip(*rows)) if rows else ([], [], [], [])
         numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
-        vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability)
+        vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability, training)
         if not rows or len(vocabulary._rows) != len(rows):
             raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
@@ -134,6 +154,9 @@ class Vocabulary:
         rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
         columns = self.gene_ids, self.symbols, map(str, self.n_cells.tolist()), _texts_of(self.medians)
         rows += [(str(row), *fields) for row, fields in enumerate(zip(*columns), len(SPECIAL))]
+        if self.training is not None:
+            training = self.training
+            rows.append((TRAINING, str(training.n_training), str(training.n_all), training.split_by))
         if self.variability is not None:
             rows.append((VARIABILITY, *map(str, self.variability.tolist())))
         if self.quantiles is not None:
@@ -145,6 +168,22 @@ def _texts_of(numbers: np.ndarray) -> list[str]:
     """The shortest decimals that are `numbers`, float32, without an exponent."""
     texts = [text.removesuffix(".0") for text in numbers.astype(str).tolist()]
     return [np.format_float_positional(n, unique=True, trim="-") if "e" in t else t for t, n in zip(texts, numbers)]
+
+
+def _n_genes(lines: list[str]) -> int:
+    """Number of lines of genes, after the header and the special tokens."""
+    return len(lines) - 1 - len(SPECIAL) - lines[-1].startswith(TRAINING)
+
+
+def _read_training(line: str, where: str) -> TrainingCells:
+    try:
+        _, n_training, n_all, split_by = line.split("\t")
+        training = TrainingCells(int(n_training), int(n_all), split_by)
+        if not 0 < training.n_training <= training.n_all < 2**63:
+            raise ValueError
+    except ValueError:
+        raise DataError(f"{where}: expected {TRAINING}, two numbers of cells, and the column of the split") from None
+    return training
 
 
 def as_places(numbers: Sequence[str | int], n_genes: int) -> np.ndarray:

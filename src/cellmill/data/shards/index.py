@@ -31,7 +31,6 @@ import numpy as np
 from cellmill.config import check_options
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.plugin import in_one_line
-from cellmill.data.arrays import hash_text, splitmix64
 from cellmill.data.shards.manifest import READ, REMEDY, Kind, Manifest
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
@@ -115,41 +114,6 @@ def open_vectors(folder: Path, shards: Manifest, verify: bool = False) -> tuple[
     if verify and (found := sha256_file(folder / TABLE)) != about.sha256:
         raise DataError(f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}")
     return about, {"train": table[:n_train], "val": table[n_train:]}
-
-
-def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
-    """One uint64 per gene id, for `hash_cells`."""
-    return np.array([hash_text(name) for name in gene_ids], np.uint64)
-
-
-_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
-_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
-_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
-
-
-def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
-    """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
-
-    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
-    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
-    """
-    small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
-    sums = np.zeros((len(starts) - 1, 2), np.uint64)
-    for first in range(0, len(sums), _HASHED):
-        cells = slice(first, first + _HASHED)
-        lengths = np.diff(starts[first : first + _HASHED + 1])
-        nonzeros = slice(starts[first], starts[first] + lengths.sum())
-        block_counts = counts[nonzeros]
-        pairs = gene_hashes.take(genes[nonzeros])
-        pairs ^= _SMALL_COUNTS.take(block_counts) if small else splitmix64(block_counts.astype(np.uint64))
-        splitmix64(pairs, in_place=True)
-        filled = np.flatnonzero(lengths)
-        begins = (starts[cells] - starts[first])[filled]
-        sums[cells][filled, 0] = np.add.reduceat(pairs, begins) if len(filled) else 0
-        pairs ^= _SECOND
-        splitmix64(pairs, in_place=True)
-        sums[cells][filled, 1] = np.add.reduceat(pairs, begins) if len(filled) else 0
-    return splitmix64(sums)  # sums modulo 2**64: the order of a cell's pairs does not matter
 
 
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:

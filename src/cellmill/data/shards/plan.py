@@ -15,82 +15,33 @@ The arrays that are read beside the manifest (`index.py`) are written with it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 from pydantic import ConfigDict, Field
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.config.datasets import COUNTS_RULES
-from cellmill.data.arrays import hash_text, positions_in_rows, select_columns, splitmix64, text_values
+from cellmill.data.arrays import positions_in_rows, select_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
-from cellmill.data.shards.index import DATASET, hash_cells, hash_genes, open_array
+from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
+from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_by_value, values_that_split
 from cellmill.data.stream.order import SHARDS, permutation
-from cellmill.errors import DataError, did_you_mean
+from cellmill.errors import DataError
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
 
 BLOCK = 1024  # cells read, ordered and written at a time
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
 FORMAT = 2
 FOLDER = "parts"  # of the plan, beside the manifest
-
-
-def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`. Raises DataError when one is empty."""
-    mixed = splitmix64(hashes ^ splitmix64(np.array([seed], np.uint64)))
-    uniform = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    split = np.where(uniform < test_frac, 2, np.where(uniform < test_frac + val_frac, 1, 0)).astype(np.int8)
-    for index, name, frac in ((0, "train", 1 - val_frac - test_frac), (1, "val", val_frac), (2, "test", test_frac)):
-        if frac > 0 and not (split == index).any():
-            remedy = f"raise shard.{name}_frac, change shard.seed" if index else "lower val_frac or test_frac"
-            raise DataError(
-                f"the {name} split of {len(hashes):,} cells ({len(np.unique(hashes)):,} distinct) is empty "
-                f"at a fraction of {frac:g}; {remedy} or add cells"
-            )
-    return split
-
-
-def split_by_value(
-    values: np.ndarray, column: str, seed: int, val_frac: float, test_frac: float, train_values: Sequence[str] = ()
-) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay together.
-
-    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val. Those
-    in `train_values` go to train, and count for no fraction. Raises DataError for too few, or one that no cell has.
-    """
-    code, unique = pd.factorize(values, sort=True)
-    if missing := sorted({*train_values} - {*unique}):
-        hint = did_you_mean(missing[0], unique.tolist())
-        raise DataError(f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}")
-    order = [i for i, value in enumerate(unique) if value not in train_values]
-    order.sort(key=lambda i: (hash_text(unique[i], seed), unique[i]))
-    n_test, n_val = (max(1, round(frac * len(order))) if frac > 0 else 0 for frac in (test_frac, val_frac))
-    if not order and n_test + n_val:
-        raise DataError(
-            f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
-            "set shard.val_frac and test_frac to 0"
-        )
-    if n_test + n_val > len(order) - (not train_values):
-        values_text = f"only the value {str(unique[0])!r}" if len(unique) == 1 else f"only {len(unique)} values"
-        splits = " and ".join(name for name, n in (("train", 1), ("val", n_val), ("test", n_test)) if n)
-        raise DataError(
-            f"shard.split_by {column!r} has {values_text}, too few to split into {splits}; "
-            "split by another column, set a fraction to 0, or leave split_by null"
-        )
-    split_of_value = np.zeros(len(unique), np.int8)
-    split_of_value[order[:n_test]] = 2
-    split_of_value[order[n_test : n_test + n_val]] = 1
-    return split_of_value[code]
 
 
 @dataclass(frozen=True)
@@ -155,6 +106,7 @@ class _Scan:
     dtypes: dict[str, str | None]  # of obs columns
     values: np.ndarray | None  # of the column that splits, as text
     hashes: np.ndarray
+    split_hashes: np.ndarray | None  # of the cells over all genes of the file, if these decide the split
     cells: np.ndarray  # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
     ordered: bool
     ranked: bool
@@ -265,7 +217,10 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
 
 def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
     hashes, first = [], 0
+    split_hashes = list[np.ndarray]()
+    over_all_genes = split_by is None and vocabulary.training is not None
     with open_counts(path) as reader:
+        file_hashes = hash_genes(reader.var_names if over_all_genes else [])
         target, cells = vocabulary.rows_of(reader.var_names), np.empty(reader.n_obs, CELL)
         cells["dataset"], cells["row"] = number, np.arange(reader.n_obs)
         for block in progress(reader.rows(BLOCK), f"divide {path.stem}", reader.n_obs):
@@ -273,24 +228,25 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
             # a sequence is its residues at their places, a cell its genes with their counts
             values = positions_in_rows(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
+            if over_all_genes:
+                split_hashes.append(hash_cells(block.indptr, block.indices, block.data, file_hashes)[:, 0])
             part = cells[first : first + block.shape[0]]
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
-        split_values = None
-        if split_by == DATASET:
-            split_values = np.full(reader.n_obs, path.stem, object)
-        elif split_by is not None:
-            column = reader.obs_column(split_by, "shard.split_by")
-            if n_missing := int(column.isna().sum()):
-                raise DataError(
-                    f"{path}: {n_missing:,} cells have no {split_by!r} (shard.split_by), so no split; "
-                    "fill in the column, or split by another"
-                )
-            split_values = text_values(column.astype(object))
+        split_values = None if split_by is None else values_that_split(reader, split_by)
         dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
         rule = reader.recorded.get(COUNTS_RULE)
-        return _Scan(dtypes, split_values, np.concatenate(hashes), cells, reader.ordered, reader.ranked, rule)
+        return _Scan(
+            dtypes=dtypes,
+            values=split_values,
+            hashes=np.concatenate(hashes),
+            split_hashes=np.concatenate(split_hashes) if over_all_genes else None,
+            cells=cells,
+            ordered=reader.ordered,
+            ranked=reader.ranked,
+            counts_rule=rule,
+        )
 
 
 def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
@@ -313,7 +269,9 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
         )
     hashes = np.concatenate([scan.hashes for scan in scans])[keep]
     if options.split_by is None:
-        split = split_by_content(hashes[:, 0], options.seed, options.val_frac, options.test_frac)
+        over_all = [scan.split_hashes for scan in scans if scan.split_hashes is not None]
+        deciding = np.concatenate(over_all)[keep] if over_all else hashes[:, 0]
+        split = split_by_content(deciding, options.seed, options.val_frac, options.test_frac)
     else:
         values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
         split = split_by_value(
