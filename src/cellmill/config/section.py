@@ -66,10 +66,13 @@ def one_message(expected: str) -> WrapValidator:
 
 
 def leaving_out(*names: str) -> Any:
-    """Serializer without these options where they are empty: results from before there were such options stay valid."""
+    """Serializer without these options where they are empty or the default: results from before there were such options
+    stay valid."""
 
     def dump(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value or name not in names}
+        fields = type(self).model_fields
+        is_new = {name for name in names if not getattr(self, name) or getattr(self, name) == fields[name].default}
+        return {name: value for name, value in handler(self).items() if name not in is_new}
 
     return model_serializer(mode="wrap")(dump)
 

@@ -39,11 +39,12 @@ from cellmill.data.genes.names import (
     map_genes,
     map_orthologs,
 )
-from cellmill.data.genes.tables import ORGANISMS
+from cellmill.data.genes.tables import ORGANISMS, gene_lengths
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.inputs.source import COUNTS_RULE
+from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
 from cellmill.data.prepare.obs import choose_obs
+from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation, check_protocols
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import named_errors, progress
 
@@ -103,6 +104,7 @@ class Genes:
     unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
     names: np.ndarray  # name of each var row in the column that names it; object
+    lengths: np.ndarray  # bases of a transcript of each gene, in its own organism; float64, NaN if unknown
 
 
 def preprocess_cells(
@@ -114,9 +116,13 @@ def preprocess_cells(
     """
     organism_value = options.organism if options.organism_column else None
     chosen = choose_obs(reader, options.keep_obs, columns, organism_value, options.organism)
+    full_length = check_protocols(reader, options, chosen.keep)
     genes = name_genes(reader, options)
+    normalisation = None
+    if full_length is not None and options.gene_length == "normalise":
+        normalisation = LengthNormalisation(reader, full_length.is_full_length, genes.gene_ids, genes.lengths)
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
-        cells = _measure(reader, genes, options, chosen.keep, passing)
+        cells = _measure(reader, genes, options, chosen.keep, passing, normalisation)
         keep_gene = cells.detected >= max(options.min_cells, 1)
         nnz = int(cells.detected[keep_gene].sum())
         if nnz == 0:
@@ -126,12 +132,32 @@ def preprocess_cells(
         passed = progress(passing.blocks(), f"preprocess {reader.path.stem}, writing", int((cells.reason < 0).sum()))
         blocks = _kept_rows(passed, keep_gene, cells)
         dtype, gzip = count_dtype(cells.largest), options.compression
-        recorded = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
+        recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
+        if normalisation is not None:
+            recorded[GENE_LENGTH] = f"normalised: {full_length}"
         write_cells(
             out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip, recorded=recorded
         )
     report = _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
-    return report | chosen.treatment_report(cells.reason < 0, cells.measures["n_counts"])
+    report |= chosen.treatment_report(cells.reason < 0, cells.measures["n_counts"])
+    if full_length is not None:
+        report["full_length"] = {
+            "column": full_length.column,
+            "cells": full_length.by_name,
+            "frac": float(full_length.is_full_length.mean()),
+            "gene_length": options.gene_length,
+        }
+        report["coverage"]["notes"].append(_describe_protocols(full_length, options))
+    return report
+
+
+def _describe_protocols(full_length: FullLengthCells, options: Preprocess) -> str:
+    if options.gene_length == "normalise":
+        return f"{full_length}: their counts are normalised by gene length"
+    return (
+        f"warning: {full_length}: their counts grow with gene length; beside cells of other protocols set "
+        "preprocess.gene_length to normalise or refuse"
+    )
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
@@ -152,6 +178,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped, names, var)
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
+    own_ids = mapped.gene_ids
     if (reference := options.reference_organism) is not None:
         mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
         if not any(mapped.gene_ids):
@@ -179,6 +206,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         unnamed=np.array(unnamed, np.int64),
         summed={gene: [mapped.names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
         names=shown,
+        lengths=gene_lengths([own_ids[i] for i in first], options.organism),
     )
 
 
@@ -225,7 +253,14 @@ class _Cells:
         return {name: int((self.reason == number).sum()) for number, name in enumerate(DROPPED)}
 
 
-def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.ndarray, passing: RowSpill) -> _Cells:
+def _measure(
+    reader: CountsReader,
+    genes: Genes,
+    options: Preprocess,
+    keep: np.ndarray,
+    passing: RowSpill,
+    normalisation: LengthNormalisation | None,
+) -> _Cells:
     """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
     n_genes, n_counts, detected = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(size, np.int64)
@@ -233,6 +268,8 @@ def _measure(reader: CountsReader, genes: Genes, options: Preprocess, keep: np.n
     largest, first, is_left_out = 0, 0, genes.target < 0
     for raw in progress(reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
+        if normalisation is not None:
+            block = normalisation.apply(block, first)
         rows = slice(first, first + block.shape[0])
         if is_left_out.any():
             entries = np.flatnonzero(is_left_out.take(raw.indices))
