@@ -27,8 +27,8 @@ from cellmill.config.parallel import layout
 from cellmill.config.published import PublishedFolder
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.prepare.naming import name_genes
 from cellmill.data.prepare.obs import choose_obs
-from cellmill.data.prepare.preprocess import name_genes
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path, write_json

@@ -12,7 +12,6 @@ order of their genes is known (`ranked`) are rows of the same kind; their genes 
 
 import hashlib
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,26 +25,15 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
-from cellmill.data.arrays import row_sums, select_columns, select_rows, text_values
-from cellmill.data.genes.families import describe_names
-from cellmill.data.genes.names import (
-    FITS_WELL,
-    LOST_NAMES,
-    Coverage,
-    MappedGenes,
-    describe_changes,
-    describe_sums,
-    is_expression,
-    map_genes,
-    map_orthologs,
-)
-from cellmill.data.genes.tables import ORGANISMS, gene_lengths
+from cellmill.data.arrays import row_sums, select_columns, select_rows
+from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sums
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
+from cellmill.data.prepare.naming import Genes, name_genes
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation, check_protocols
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import DataError
 from cellmill.files import named_errors, progress
 
 
@@ -83,28 +71,11 @@ class RowSpill:
 
 
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
-_TYPES = 5  # of features, that a message lists
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
 """Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
-
-
-@dataclass(frozen=True)
-class Genes:
-    """Genes of a dataset, one entry per Ensembl id."""
-
-    gene_ids: list[str]
-    symbols: list[str]
-    is_mito: np.ndarray
-    target: np.ndarray  # gene of each var row, as index into `gene_ids`, or -1; int32
-    coverage: Coverage
-    rows: np.ndarray  # var rows that are gene expression; int64
-    unnamed: np.ndarray  # columns of these without an Ensembl id; int64
-    summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
-    names: np.ndarray  # name of each var row in the column that names it; object
-    lengths: np.ndarray  # bases of a transcript of each gene, in its own organism; float64, NaN if unknown
 
 
 def preprocess_cells(
@@ -158,85 +129,6 @@ def _describe_protocols(full_length: FullLengthCells, options: Preprocess) -> st
         f"warning: {full_length}: their counts grow with gene length; beside cells of other protocols set "
         "preprocess.gene_length to normalise or refuse"
     )
-
-
-def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes of a cell.
-
-    Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that require an organism.
-    """
-    for option in ("organism_column", "reference_organism"):
-        if getattr(options, option) and options.organism is None:
-            raise ConfigError(
-                f"{reader.path}: preprocess.{option} requires the organism of each dataset; set preprocess.organism, "
-                "or the dataset's organism"
-            )
-    rows = np.flatnonzero(is_expression(reader.var))
-    names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
-    if not names:
-        raise DataError(f"{reader.path}: no genes: {_describe_types(reader.var)}")
-    mapped = map_genes(names, var, options.organism)
-    _check_coverage(reader.path, options, mapped, names, var)
-    unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
-    own_ids = mapped.gene_ids
-    if (reference := options.reference_organism) is not None:
-        mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
-        if not any(mapped.gene_ids):
-            raise DataError(
-                f"{reader.path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one "
-                f"ortholog in {reference}; give a table that has them (preprocess.orthologs)"
-            )
-    carriers: dict[str, list[int]] = {}  # entries by id
-    for i, gene in enumerate(mapped.gene_ids):
-        if gene:
-            carriers.setdefault(gene, []).append(i)
-    gene_ids, target = sorted(carriers), np.full(reader.n_vars, -1, np.int32)
-    numbers = {gene: number for number, gene in enumerate(gene_ids)}
-    target[rows] = [numbers.get(gene, -1) for gene in mapped.gene_ids]
-    first = [carriers[gene][0] for gene in gene_ids]
-    shown = np.array(reader.var_names, dtype=object)
-    shown[rows] = mapped.names
-    return Genes(
-        gene_ids=gene_ids,
-        symbols=[mapped.symbols[i] for i in first],
-        is_mito=mapped.is_mito[first],
-        target=target,
-        coverage=mapped.coverage,
-        rows=rows,
-        unnamed=np.array(unnamed, np.int64),
-        summed={gene: [mapped.names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
-        names=shown,
-        lengths=gene_lengths([own_ids[i] for i in first], options.organism),
-    )
-
-
-def _describe_types(var: pd.DataFrame) -> str:
-    """The values of var['feature_types'], none of which is gene expression, with numbers of rows."""
-    kinds = Counter(text_values(var["feature_types"]).tolist()).most_common(_TYPES)
-    shown = ", ".join(f"{kind!r} {count:,}" for kind, count in kinds)
-    return f"no var['feature_types'] is 'Gene Expression', its values are {shown}"
-
-
-def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame) -> None:
-    coverage, organism = mapped.coverage, options.organism
-    if organism is None or (coverage.frac >= options.min_coverage_frac and coverage.frac > 0):
-        return
-    text = (
-        f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
-        f"{organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
-    )
-    others = {other: map_genes(names, var, other).coverage.frac for other in ORGANISMS if other != organism}
-    other = max(others, key=lambda name: others[name])
-    if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, FITS_WELL):
-        raise DataError(f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}")
-    unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
-    text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
-    if coverage.by_column:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
-        text += f"; share of names that are genes, by column of var: {shares}"
-    family = describe_names(unknown, organism)
-    remedy = "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
-    raise DataError(f"{text}; {remedy}")
 
 
 @dataclass
