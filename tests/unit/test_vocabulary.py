@@ -19,7 +19,7 @@ from cellmill.config.options import TrainOptions, VocabularyOptions
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes import build as module
 from cellmill.data.genes.build import Medians, build_vocabulary
-from cellmill.data.genes.vocabulary import TrainingCells, Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
@@ -328,7 +328,7 @@ def test_only_training_cells_choose_genes_and_give_medians(
     write_shards([donors], got, shard, tmp_path / "shards" / "manifest.json")
     names = [name.partition(":")[2] for name in cells_of(tmp_path / "shards", "train")]
     data = ad.read_h5ad(donors)
-    assert got.training == TrainingCells(len(names), 200, split.get("split_by", ""))
+    assert got.training == VocabularyCells(len(names), 200, split.get("split_by", ""))
     assert 0 < len(names) < 200
     training = tmp_path / "training.h5ad"
     data[sorted(names, key=list(data.obs_names).index)].copy().write_h5ad(training)

@@ -25,7 +25,7 @@ from cellmill.config.published import vocabulary_file
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
 from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
-from cellmill.data.genes.vocabulary import TrainingCells, Vocabulary
+from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import optional_package
@@ -203,13 +203,13 @@ class _Cells:
                     first = last
                     yield row_of_column.take(block.indices), block
 
-    def training(self) -> TrainingCells | None:
+    def training(self) -> VocabularyCells | None:
         """The cells that `blocks` gave last; None for all cells. Raises DataError if there was none."""
         if self._split is None:
             return None
         if not self._n_training:
             raise DataError(f"none of {self._n_all:,} cells is for training; lower shard.val_frac or test_frac")
-        return TrainingCells(self._n_training, self._n_all, self._split.split_by or "")
+        return VocabularyCells(self._n_training, self._n_all, self._split.split_by or "")
 
     def _is_training(self, path: Path, block: sp.csr_matrix, row_of_column: np.ndarray, rows: slice) -> np.ndarray:
         assert self._split is not None

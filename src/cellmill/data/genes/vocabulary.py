@@ -31,7 +31,7 @@ TRAINING = "#training_cells"
 
 
 @dataclass(frozen=True)
-class TrainingCells:
+class VocabularyCells:
     """The cells that chose the genes of a vocabulary and gave their medians: the training cells of a split."""
 
     n_training: int
@@ -69,7 +69,7 @@ class Vocabulary:
     medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
     quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
     variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
-    training: TrainingCells | None = None  # cells that were read; None for all cells of the corpus
+    training: VocabularyCells | None = None  # cells that were read; None for all cells of the corpus
 
     @property
     def n_genes(self) -> int:
@@ -175,10 +175,10 @@ def _n_genes(lines: list[str]) -> int:
     return len(lines) - 1 - len(SPECIAL) - lines[-1].startswith(TRAINING)
 
 
-def _read_training(line: str, where: str) -> TrainingCells:
+def _read_training(line: str, where: str) -> VocabularyCells:
     try:
         _, n_training, n_all, split_by = line.split("\t")
-        training = TrainingCells(int(n_training), int(n_all), split_by)
+        training = VocabularyCells(int(n_training), int(n_all), split_by)
         if not 0 < training.n_training <= training.n_all < 2**63:
             raise ValueError
     except ValueError:
