@@ -46,7 +46,7 @@ class Scripted:
         self.fake, self.train, self.capsys = folder / "fake", folder / "runs" / "a" / "train", capsys
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
-        for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
+        for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun"):
             shutil.copy(Path(__file__).parent / "fake_slurm.py", self.fake / "bin" / name)
             (self.fake / "bin" / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{self.fake / 'bin'}:/usr/bin:/bin")
@@ -58,7 +58,13 @@ class Scripted:
 
     def answers(self, **answers: list[Answer]) -> None:
         (self.fake / "answers.json").write_text(
-            json.dumps({"sacct": [[1, "", "Slurm accounting storage is disabled"]], **answers})
+            json.dumps(
+                {
+                    "sacct": [[1, "", "Slurm accounting storage is disabled"]],
+                    "scontrol": [[1, "", "slurm_load_jobs error: Invalid job id specified"]],
+                    **answers,
+                }
+            )
         )
 
     def hook(self, program: str, code: str) -> None:
@@ -128,6 +134,43 @@ def test_a_held_job_is_waited_for_and_says_how_it_is_released(done: Scripted, re
     assert f"job 7: PENDING ({reason}): held: `scontrol release 7` releases it\n" in printed
     assert printed.count(reason) == 1
     assert printed.endswith("job 7: RUNNING on node1\njob 7: COMPLETED\n")
+
+
+def test_a_job_held_after_a_failed_start_is_released_once(done: Scripted) -> None:
+    held = listed("PENDING", "launch_failed_requeued_held")
+    printed = done.run(held, held, held, listed("RUNNING"), listed("COMPLETED"), scontrol=[NONE])
+    assert done.calls("scontrol") == ["scontrol release 7"]
+    line = "job 7: held after a failed start: released; SLURM does not use the failed node again\n"
+    assert printed.count(line) == 1
+
+
+def test_a_job_that_only_scontrol_still_shows_is_no_second_one(done: Scripted) -> None:
+    shown = [
+        0,
+        "JobId=7 JobName={name} UserId=u1(7) Priority=1 JobState=PENDING Reason=Resources Dependency=(null)\n",
+        "",
+    ]
+    done.answers()
+    printed = done.run(
+        listed("RUNNING"),
+        *[NONE] * 12,
+        listed("COMPLETED"),
+        sacct=[[0, "PENDING\n", ""]],
+        scontrol=[shown],
+    )
+    assert len(done.calls("sbatch")) == 1
+    assert "taken for ended" not in printed
+    assert printed.endswith("job 7: COMPLETED\n")
+
+
+def test_jobs_that_the_site_ended_are_not_counted(scripted: Scripted) -> None:
+    scripted.states = [*["running"] * 7, "done"]
+    ends = ["PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "PREEMPTED", "PREEMPTED", "COMPLETED"]
+    answers = [answer for state in ends for answer in (listed(state), NONE, NONE)]
+    scripted.machine = scripted.machine.model_copy(update={"poll_s": 0.01})
+    printed = scripted.run(*answers)
+    assert len(scripted.calls("sbatch")) == 7
+    assert printed.count("warning: the site has ended 5 jobs in a row before they saved: save more often") == 1
 
 
 def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
@@ -530,7 +573,10 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(scripted: Scri
 
 
 def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() -> None:
-    answer = "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\n"
+    answer = (
+        "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
+    )
+    answer = f"loading modules\n\nCLUSTER: blue\n{answer}"
     found = queue_module.parse(answer)
     assert [(line.job_id, line.state.name, line.name) for line in found] == [
         ("5", "UNKNOWN", "c"),
@@ -584,6 +630,10 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
         "runtime (10 min) in the profile"
     )
     assert line(540, 54, 3) == ""
+    preempted = ended(tmp_path / "preempted", 33)
+    preempted = preempted.write_state("TIMEOUT", ended=True)
+    trained.append(trained[-1])
+    assert short.line(preempted, 0, was_to_save=True) == "", "SLURM says TIMEOUT of a job that ended in its grace time"
     # a limit that cut off the start-up, which SLURM announced
     assert line(100, 0, 0, was_to_save=True) == "", "it was preempted"
     assert line(500, 0, 3, was_to_save=True) == line(500, 4, 0, was_to_save=True) == "", "it made steps"

@@ -146,8 +146,8 @@ def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cl
     assert "\n" + cli("status")[1] == TABLE, "the claim is older than the end of the job"
     os.utime(lost.file, (time.time() + 1, time.time() + 1))
     line = (
-        f"job 77 still trains on node3, which SLURM may have lost; to let it save and end, run there: `pkill -f "
-        f"{failed.path.parents[1]}`\n"
+        "job 77 still trains on node3; `scancel 77` lets it save and end, unless SLURM has lost it: then end its "
+        "processes there\n"
     )
     assert "h-failed     running " in (shown := cli("status")[1])
     assert shown.endswith(f"h-failed: {line}")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +76,9 @@ class Tail:
         return ""
 
 
+HELD_AFTER_FAILED_START = "launch failed requeued held"  # SLURM's reason, after a prolog that failed
+
+
 @dataclass
 class JobFollower:
     """Polls a job, prints each change of its state, and reads its log."""
@@ -94,6 +96,7 @@ class JobFollower:
     def __post_init__(self) -> None:
         self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0
         self._began, self._next_poll = time.monotonic(), 0.0
+        self._released = False
 
     @classmethod
     def of(cls, record: JobRecord, queue: Queue, echo: bool = True, patience_s: float = PATIENCE_S) -> "JobFollower":
@@ -153,7 +156,10 @@ class JobFollower:
             self._gone_since = self._gone_since or time.monotonic()
             # the time counts for a released claim too: a requeued job waits without one
             alive = self.record is not None and claimant(self.record.path.parents[1]) == self.job_id
-            if not alive and time.monotonic() - self._gone_since >= GONE_S:
+            gone_too_long = time.monotonic() - self._gone_since >= GONE_S
+            if not alive and gone_too_long and self.queue.controller_has(self.job_id, self.name):
+                self._gone_since = 0.0  # squeue's answers were old
+            elif not alive and gone_too_long:
                 if state.reason == UNLISTED:
                     say(
                         f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
@@ -164,6 +170,8 @@ class JobFollower:
             elif state.name == NOT_LISTED:
                 return
         self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
+        if state.name == "PENDING" and state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
+            self._release()
         text = state.name
         if state.nodes and state.name in ("RUNNING", "COMPLETING"):
             text += f" on {state.nodes}"
@@ -175,6 +183,14 @@ class JobFollower:
             say(f"job {self.job_id}: {text}")
             self._printed = text
             self._note(state, self._ended)
+
+    def _release(self) -> None:
+        """Release, once, a job that SLURM holds because its start failed: SLURM has drained the node that failed."""
+        if not self._released:
+            self._released = True
+            complaint = self.queue.release(self.job_id)
+            if not complaint:
+                say(f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again")
 
 
 def lost_start(train: Path) -> str:
@@ -193,8 +209,8 @@ def how_to_end(train: Path, job: str) -> str:
         if record.job_id == job and (attempts := record.attempts()):
             hosts += attempts[-1]["hosts"]
     return (
-        f"job {job} still trains on {', '.join(hosts) or 'a node'}, which SLURM may have lost; to let it save and end, "
-        f"run there: `pkill -f {shlex.quote(str(train.resolve()))}`"
+        f"job {job} still trains on {', '.join(hosts) or 'a node'}; `scancel {job}` lets it save and end, unless SLURM "
+        "has lost it: then end its processes there"
     )
 
 

@@ -106,6 +106,22 @@ class Queue:
         except CommandError as error:
             return str(error)
 
+    def controller_has(self, job_id: str, name: str) -> bool:
+        """True if scontrol shows that the job of this id and name is alive. A site may cache the answers of squeue."""
+        try:
+            shown = ask(["scontrol", "-o", "show", "job", job_id])
+        except CommandError:  # it does not know the job
+            return False
+        fields = dict(re.findall(r"(\w+)=(\S*)", shown))
+        return fields.get("JobName") == name and fields.get("JobState") in ALIVE
+
+    def release(self, job_id: str) -> str:
+        """Release a held job; return scontrol's error message, if any."""
+        try:
+            return call(["scontrol", "release", job_id]).stderr.strip()
+        except CommandError as error:
+            return str(error)
+
     def _listed(self, max_age_s: float) -> list[QueuedJob]:
         """Jobs by an answer of at most this age. Raises CommandError without a usable answer."""
         if time.monotonic() - self._queried_at >= max_age_s:
@@ -121,8 +137,14 @@ class Queue:
 
 
 def parse(answer: str) -> list[QueuedJob]:
-    """The jobs in squeue's answer. Raises CommandError if a line is not a job."""
+    """The jobs in squeue's answer. Raises CommandError if it has lines and none of them is a job.
+
+    With several clusters squeue prints the name of each above its jobs, even without a header. Among jobs, lines that
+    are none are passed over: from start-up files of the shell, or the rest of a name with a line break.
+    """
     jobs = []
+    foreign = []
+    passed_over = False
     for line in map(str.strip, answer.splitlines()):
         if match := re.fullmatch(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", line):
             number, word, reason, nodes, name = match.groups()
@@ -130,8 +152,12 @@ def parse(answer: str) -> list[QueuedJob]:
             if word not in ALIVE | ENDED:
                 state = JobState(UNKNOWN, f"squeue gives job {number} an unknown state: {word}")
             jobs.append(QueuedJob(number, state, name))
-        elif not re.match(r"\d+[_+]", line):  # array task or component of a heterogeneous job: not ours
-            raise CommandError(f"squeue answered {line[:80]!r}")
+        elif re.match(r"\d+[_+]", line):
+            passed_over = True  # an array task or a component of a heterogeneous job: not ours
+        elif line and not line.startswith("CLUSTER: "):
+            foreign.append(line)
+    if foreign and not jobs and not passed_over:
+        raise CommandError(f"squeue answered {foreign[0][:80]!r}")
     return jobs
 
 

@@ -49,11 +49,14 @@ class ShortJobs:
         with suppress(DataError):  # the job's own record of its last start; none if missing or damaged
             for last in ended.attempts()[-1:]:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
-        timeout, at_limit = ended.state == "TIMEOUT", elapsed_s >= limit_s - ended.save_within_s - EARLY_S
-        trained_s, announced = (after_s or 0.0) - self._before_s, was_to_save and ended.state != "PREEMPTED"
+        at_limit = elapsed_s >= limit_s - ended.save_within_s - EARLY_S
+        # SLURM also says TIMEOUT of a job that ended in the grace time of a preemption, long before its limit
+        timeout = ended.state == "TIMEOUT" and (at_limit or not elapsed_s)
+        announced = was_to_save and ended.state != "PREEMPTED" and at_limit
+        trained_s = (after_s or 0.0) - self._before_s
         self._before_s = after_s or 0.0
-        if not ended.late and not steps and trained_s <= 0 and (timeout or (announced and at_limit)):
-            took_s = limit_s if timeout else elapsed_s
+        if not ended.late and not steps and trained_s <= 0 and (timeout or announced):
+            took_s = elapsed_s or limit_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
                 f"start-up took {took_s:.0f} s of the limit's {limit_s:.0f} s, and no step was made: raise runtime to "
@@ -76,6 +79,10 @@ class ShortJobs:
 
 INFRASTRUCTURE = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", NOT_LISTED, OTHER_JOB}
 """End states that are not the training's fault: another job continues."""
+ENDED_BY_SITE = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
+"""End states that say nothing about the job: it is not counted as one that made no checkpoint."""
+MANY_ENDED_BY_SITE = 5  # jobs in a row without a new checkpoint after which the remedy is named
+LONGEST_PAUSE_S = 600  # before another job after such jobs
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
 TOO_SHORT = (
     "; if the jobs were too short, raise runtime or save_within_s in the profile, or save more often "
@@ -122,7 +129,9 @@ class SlurmLauncher:
         """Train until the run's files say done. `job` returns the job for a folder that takes its error. Raises Stopped
         if it was cancelled or detached from, UserError if the training or SLURM refuses."""
         with requests() as self.slurm.requests:
-            record, fruitless = self.living(), 0
+            record = self.living()
+            fruitless = 0
+            ended_by_site = 0
             short = ShortJobs(lambda: training_seconds(self.folder.path))
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
@@ -145,13 +154,27 @@ class SlurmLauncher:
                     continue
                 saved = self.folder.saved_step()
                 too_short = short.line(ended, saved - saved_before, bool(log.last(Tail.TO_SAVE)))
-                fruitless = 0 if saved > saved_before else fruitless + 1
+                if saved > saved_before:
+                    fruitless = 0
+                    ended_by_site = 0
+                elif ended.state in ENDED_BY_SITE:
+                    ended_by_site += 1
+                else:
+                    fruitless += 1
                 if fruitless == FRUITLESS_JOBS:
                     advice = "" if ended.late or ended.state == "FAILED" else TOO_SHORT
                     raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
                 say(f"{why}; going on from step {saved} with another job")
                 if too_short:
                     say(too_short)
+                if ended_by_site == MANY_ENDED_BY_SITE:
+                    say(
+                        f"warning: the site has ended {ended_by_site} jobs in a row before they saved: save more often "
+                        "(train.checkpoint_every_min), or change slurm_partition or qos in the profile to one that is "
+                        "not preempted"
+                    )
+                if ended_by_site > 1:  # the next one would probably end as soon
+                    self.slurm.pause(min(self.machine.poll_s * 2**ended_by_site, LONGEST_PAUSE_S))
                 record = None
         raise UserError(
             f"not done after {self.machine.max_jobs} jobs; run the same command to resume, or raise max_jobs "
