@@ -146,6 +146,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *stage("corpus"), *INPUT,
         option("--dataset", "name of the dataset", **NEEDED),
         *(option(_flag(name), description(ObsColumns, name)) for name in ObsColumns.model_fields),
+        option("--gene-column", "column of var that names the genes, or index (default: the one that names most)"),
         option("--source", "origin of the data, for the report", default=""),
         option("--licence", "licence of the data, for the report", default=""),
         *files(report="the QC report (.json) to write", out=H5AD)),

@@ -261,3 +261,18 @@ def test_a_model_says_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> No
     with open_counts(written(tmp_path, COUNTS[:, [*range(60), 0]], pd.DataFrame(index=twice))) as reader:
         notes = match_columns(reader, vocabulary).notes
     assert notes[-1] == f"2 names are of 1 genes: their counts are summed, as {SYMBOLS[0]}, {twice[-1]} of {IDS[0]}"
+
+
+def test_columns_that_name_other_genes_are_a_question_for_the_user(tmp_path: Path) -> None:
+    var = pd.DataFrame({"nearest": [*SYMBOLS[1:], SYMBOLS[0]]}, index=SYMBOLS)
+    path = written(tmp_path, COUNTS, var)
+    assert refusal(path, tmp_path / "out.h5ad") == (
+        "the index (100.0%) and var['nearest'] (100.0%) name as many genes, but most rows differ; set the dataset's "
+        "gene_column to the column that names them, or to index"
+    )
+    for column, truth in (("index", COUNTS), ("nearest", COUNTS[:, [59, *range(59)]])):
+        made, _ = run(path, tmp_path / "out.h5ad", gene_column=column)
+        wanted = pd.DataFrame(truth, made.obs_names, IDS)[made.var_names]
+        pd.testing.assert_frame_equal(made.to_df(), wanted, check_dtype=False, check_names=False)
+    with pytest.raises(DataError, match=r"no var column 'nerest' \(gene_column\); did you mean 'nearest'"):
+        run(path, tmp_path / "out.h5ad", gene_column="nerest")

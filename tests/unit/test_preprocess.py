@@ -24,11 +24,14 @@ GENES = ["TP53", "MT-CO1", "BRCA2", "FANCD1", "ENSG00000000003.15", "nothing", "
 IDS = ["ENSG00000141510", "ENSG00000198804", "ENSG00000139618", "ENSG00000000003", "ENSG00000148655", "ENSG00000000419"]
 
 
-def run(path: Path, out: Path, counts: str = "X", **options: Any) -> tuple[ad.AnnData, dict[str, Any]]:
+def run(
+    path: Path, out: Path, counts: str = "X", gene_column: str | None = None, **options: Any
+) -> tuple[ad.AnnData, dict[str, Any]]:
     loose = {"min_genes": 0, "min_cells": 0, "max_mito_frac": 1.0}
     checked = PreprocessOptions.model_validate({"preprocess": loose | options})
     report = out.with_suffix(".json")
-    stage.preprocess(options=checked, input=path, counts=counts, dataset="d", out=out, report=report)
+    given = {"input": path, "counts": counts, "gene_column": gene_column}
+    stage.preprocess(options=checked, dataset="d", out=out, report=report, **given)
     return ad.read_h5ad(out), read_json(report)
 
 

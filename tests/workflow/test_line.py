@@ -566,3 +566,24 @@ def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project
     assert project.folder / CELLS in written
     assert {path.stat().st_mode & 0o077 for path in written} == {0}
     assert project.jobs(CELLS) == {}
+
+
+def test_a_vocabulary_of_training_cells_follows_the_split_and_not_the_shards(project: Project) -> None:
+    vocabulary = "results/corpora/sim/vocabulary.tsv"
+    held_out = {"split_by": "cell_type", "val_frac": 0.3, "test_frac": 0.3}
+    project.write_config(shard=held_out)
+    project.ran(vocabulary)
+    [line] = [
+        line for line in (project.folder / vocabulary).read_text().splitlines() if line.startswith("#training_cells")
+    ]
+    _, n_training, n_all, column = line.split("\t")
+    assert 0 < int(n_training) < int(n_all) <= 240
+    assert column == "cell_type"
+    assert (
+        f"genes and medians are those of {int(n_training)} training cells"
+        in (project.folder / "logs" / "vocabulary" / "sim.log").read_text()
+    )
+    project.write_config(shard=held_out | {"cells_per_shard": 64, "duplicates": "drop"})
+    assert project.jobs(vocabulary) == {}
+    project.write_config(shard=held_out | {"seed": 3})
+    assert project.jobs(vocabulary) == {"vocabulary": 1}

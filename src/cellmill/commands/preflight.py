@@ -203,6 +203,8 @@ def _check_dataset(dataset: Dataset, options: Preprocess, vocabulary: Vocabulary
         return doubt(what, f"{path} does not exist yet")
     try:
         with open_dataset(path, dataset.counts) as reader:
+            if dataset.gene_column is not None:
+                reader.use_gene_column(dataset.gene_column)
             choose_obs(reader, options.keep_obs, dataset, options.organism if options.organism_column else None)
             if reader.ordered:
                 kind, rows = ("ranks", "cells") if reader.ranked else ("sequences", "records")

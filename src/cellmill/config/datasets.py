@@ -232,6 +232,8 @@ class Dataset(ObsColumns):
     """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and alevin): refuse; round to
     the nearest whole number; or stochastic, a reproducible draw of one of the two nearest that keeps the expectation of
     each value and the sum of each cell. Logarithms, normalised and imputed values are always refused."""
+    gene_column: str | None = None
+    """Column of var that names the genes, or `index`. Empty for the one that names most genes."""
     organism: Literal["human", "mouse", "none"] | None = None
     """preprocess.organism of this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")

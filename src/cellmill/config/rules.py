@@ -116,6 +116,8 @@ class JobFiles:
         words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
         if dataset.counts_rule != "refuse":
             words.append(f"--counts-rule={dataset.counts_rule}")
+        if dataset.gene_column is not None:
+            words.append(f"--gene-column={dataset.gene_column}")
         return words
 
     def vocabulary_options(self, wildcards: Wildcards) -> str | list[str]:

@@ -57,6 +57,7 @@ def preprocess(
     dataset: str,
     columns: ObsColumns = NO_COLUMNS,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
     source: str = "",
     licence: str = "",
     out: Path,
@@ -71,6 +72,8 @@ def preprocess(
     before = state_of(path)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
+        if gene_column is not None:
+            reader.use_gene_column(gene_column)
         prepare = preprocess_sequences if reader.ordered else preprocess_cells
         qc = prepare(reader, options.preprocess, out, columns)
         reader.warn_if_rounded()

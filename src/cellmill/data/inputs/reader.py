@@ -19,7 +19,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.datasets import CountsRule
-from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated
+from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated, text_values
 from cellmill.data.fractions import StochasticRounding, describe_fractions
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, require_known
@@ -91,6 +91,17 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def use_gene_column(self, name: str) -> None:
+        """Name genes by column `name` of var, or by its `index`, whatever other columns hold.
+
+        Raises DataError when it is missing.
+        """
+        if name != "index":
+            require_known(name, [*map(str, self.var)], f"{self.path}: no var column {name!r} (gene_column)")
+            self.var_names = text_values(self.var[name]).tolist()
+        kept = [column for column in ("feature_types",) if column in self.var]
+        self.var = self.var[kept].set_axis(pd.Index(self.var_names, dtype=object), axis=0)
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""

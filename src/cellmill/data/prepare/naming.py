@@ -9,6 +9,7 @@ import pandas as pd
 
 from cellmill.config.corpus import Preprocess
 from cellmill.data.arrays import text_values
+from cellmill.data.genes.columns import INDEX
 from cellmill.data.genes.families import describe_names
 from cellmill.data.genes.names import FITS_WELL, Coverage, MappedGenes, is_expression, map_genes, map_orthologs
 from cellmill.data.genes.tables import ORGANISMS, gene_lengths
@@ -51,6 +52,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         raise DataError(f"{reader.path}: no genes: {_describe_types(reader.var)}")
     mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped, names, var)
+    _check_columns(reader.path, mapped)
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     own_ids = mapped.gene_ids
     if (reference := options.reference_organism) is not None:
@@ -91,6 +93,19 @@ def _describe_types(var: pd.DataFrame) -> str:
     return f"no var['feature_types'] is 'Gene Expression', its values are {shown}"
 
 
+def _check_columns(path: Path, mapped: MappedGenes) -> None:
+    if mapped.conflict is None:
+        return
+    shares = mapped.coverage.by_column
+    best = mapped.coverage.column
+    shown = INDEX if best is None else f"var[{best!r}]"
+    other = INDEX if mapped.conflict == INDEX else f"var[{mapped.conflict!r}]"
+    raise DataError(
+        f"{path}: {shown} ({shares[best or INDEX]:.1%}) and {other} ({shares[mapped.conflict]:.1%}) name as many "
+        "genes, but most rows differ; set the dataset's gene_column to the column that names them, or to index"
+    )
+
+
 def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame) -> None:
     coverage, organism = mapped.coverage, options.organism
     if organism is None or (coverage.frac >= options.min_coverage_frac and coverage.frac > 0):
@@ -110,4 +125,6 @@ def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names:
         text += f"; share of names that are genes, by column of var: {shares}"
     family = describe_names(unknown, organism)
     remedy = "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
+    if coverage.by_column:
+        remedy += "; set the dataset's gene_column to take a certain column"
     raise DataError(f"{text}; {remedy}")
