@@ -8,12 +8,10 @@ of one gene to several. The Cell Ontology (data/ontology/README.md) has the is_a
 import gzip
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from cellmill.errors import DataError
 from cellmill.files import require_file
@@ -36,7 +34,6 @@ class GeneTable(NamedTuple):
     symbols: dict[str, str]  # symbol of an id; the id itself for a gene without one
     ids: dict[str, dict[str, str]]  # kind of name (symbol, previous, alias) -> name -> id; empty for an ambiguous name
     protein_coding: frozenset[str]  # ids
-    lengths: dict[str, int]  # bases of the median transcript of an id, of genes that GENCODE lists
 
 
 def gene_id(name: str, organism: str) -> str:
@@ -60,13 +57,10 @@ def organism_of(gene: str) -> str | None:
 def gene_table(organism: str) -> GeneTable:
     symbols: dict[str, str] = {}
     ids: dict[str, dict[str, str]] = {"symbol": {}, "previous": {}, "alias": {}}
-    lengths: dict[str, int] = {}
-    coding, content = [], gzip.decompress((Path(__file__).parent / f"{organism}.tsv.gz").read_bytes())
-    for line in content.decode().splitlines()[1:]:
-        gene, symbol, previous, aliases, biotype, length = line.split("\t")
+    coding = []
+    for line in _lines_of_genes(organism):
+        gene, symbol, previous, aliases, biotype, _ = line.split("\t")
         symbols[gene] = symbol
-        if length:
-            lengths[gene] = int(length)
         if biotype == "protein_coding":
             coding.append(gene)
         # C1orf159 is often spelled C1ORF159
@@ -76,13 +70,23 @@ def gene_table(organism: str) -> GeneTable:
             known = ids[kind]
             for name in names.split("|") if names else ():
                 known[name] = gene if known.get(name, gene) == gene else ""
-    return GeneTable(symbols, ids, frozenset(coding), lengths)
+    return GeneTable(symbols, ids, frozenset(coding))
 
 
-def gene_lengths(gene_ids: Sequence[str], organism: str | None) -> np.ndarray:
-    """Bases of the median transcript of each gene, float64; NaN where GENCODE does not list it, or without organism."""
-    known = {} if organism is None else gene_table(organism).lengths
-    return np.array([known.get(gene, np.nan) for gene in gene_ids], np.float64)
+def _lines_of_genes(organism: str) -> list[str]:
+    content = gzip.decompress((Path(__file__).parent / f"{organism}.tsv.gz").read_bytes())
+    return content.decode().splitlines()[1:]
+
+
+@cache
+def gene_lengths(organism: str) -> dict[str, int]:
+    """Bases of the median transcript by gene id, of the genes that GENCODE lists."""
+    lengths = {}
+    for line in _lines_of_genes(organism):
+        gene, *_, length = line.split("\t")
+        if length:
+            lengths[gene] = int(length)
+    return lengths
 
 
 RELEASE = "2026-03-26"

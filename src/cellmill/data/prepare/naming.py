@@ -12,7 +12,7 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.columns import INDEX
 from cellmill.data.genes.families import describe_names
 from cellmill.data.genes.names import FITS_WELL, Coverage, MappedGenes, is_expression, map_genes, map_orthologs
-from cellmill.data.genes.tables import ORGANISMS, gene_lengths
+from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError
 
@@ -32,7 +32,7 @@ class Genes:
     unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
     names: np.ndarray  # name of each var row in the column that names it; object
-    lengths: np.ndarray  # bases of a transcript of each gene, in its own organism; float64, NaN if unknown
+    own_ids: list[str]  # of the genes, in the organism of the dataset
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
@@ -82,7 +82,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         unnamed=np.array(unnamed, np.int64),
         summed={gene: [mapped.names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
         names=shown,
-        lengths=gene_lengths([own_ids[i] for i in first], options.organism),
+        own_ids=[own_ids[i] for i in first],
     )
 
 

@@ -91,7 +91,7 @@ def preprocess_cells(
     genes = name_genes(reader, options)
     normalisation = None
     if full_length is not None and options.gene_length == "normalise":
-        normalisation = LengthNormalisation(reader, full_length.is_full_length, genes.gene_ids, genes.lengths)
+        normalisation = LengthNormalisation(reader, full_length.is_full_length, genes.own_ids, options.organism)
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
         cells = _measure(reader, genes, options, chosen.keep, passing, normalisation)
         keep_gene = cells.detected >= max(options.min_cells, 1)

@@ -14,6 +14,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import Preprocess
 from cellmill.data.arrays import MAX_COUNT, text_values
 from cellmill.data.fractions import StochasticRounding
+from cellmill.data.genes.tables import gene_lengths
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError
 
@@ -66,8 +67,10 @@ def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | N
 class LengthNormalisation:
     """Counts of full-length cells divided by gene lengths; the sum of a cell stays, and whole numbers are drawn."""
 
-    def __init__(self, reader: CountsReader, cells: np.ndarray, gene_ids: list[str], lengths: np.ndarray):
-        """`lengths` are those of the genes, NaN where unknown: such genes count as of median length."""
+    def __init__(self, reader: CountsReader, cells: np.ndarray, gene_ids: list[str], organism: str | None):
+        """Genes of unknown length count as of median length."""
+        table = {} if organism is None else gene_lengths(organism)
+        lengths = np.array([table.get(gene, np.nan) for gene in gene_ids], np.float64)
         known = lengths[np.isfinite(lengths)]
         if not len(known):
             raise DataError(
