@@ -70,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("CELLMILL_TRACEBACK"):
             raise
         message, code = UserError(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
+        if error.filename == "which" and error.errno == errno.ENOENT:
+            message = UserError("no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it")
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     print(f"cellmill {stage}: {message}", file=sys.stderr)

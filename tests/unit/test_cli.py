@@ -207,3 +207,13 @@ def test_an_output_that_is_another_file_of_the_command_is_refused(
     line = f"cellmill {message.format(**paths)} would be lost; name another file\n"
     assert capsys.readouterr().err == line
     assert [paths[name].read_text() for name in ("a", "b")] == ["a", "b"]
+
+
+def test_a_machine_without_which_is_told_who_needs_it(tmp_path: Path) -> None:
+    """As a minimal image is: Snakemake's plugin for SLURM calls the program when it is imported."""
+    command = [str(Path(sys.executable).with_name("cellmill")), "profiles", "install"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "cellmill profiles: no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it"
+    )
