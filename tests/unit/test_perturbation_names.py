@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.data.prepare.perturbations import TargetNames, merge_names
+from cellmill.data.prepare.perturbations import TargetNames, describe_merged, merge_names
 from cellmill.report.collect import read_corpus
 from cellmill.report.page import render
 from tests.unit.small_corpus import prepare_by_commands
@@ -67,6 +67,17 @@ def test_genes_joined_by_an_unknown_delimiter_are_named(delimiter: str) -> None:
     found = merge_names([text], [], TargetNames(GENES, "human"))
     assert found.names == {text: text}
     assert found.undivided == {text: delimiter}
+
+
+def test_other_names_of_the_same_parts_are_named_and_left_alone() -> None:
+    found = merge_names(["drug+TP53", "TP53+drug", "drug+MYC", "sg_1"], ["ctrl"], TargetNames(GENES, "human"))
+    assert set(found.names.items()) == {(text, text) for text in found.names}
+    assert found.reordered == [["TP53+drug", "drug+TP53"]]
+    report = found.report(np.array(["drug+TP53", "TP53+drug", "drug+MYC"], object))
+    assert describe_merged(report) == [
+        "warning: perturbation: 'TP53+drug' and 'drug+TP53' have the same parts in another order, not all of them "
+        "genes: they stay different perturbations; give them one name if they are one"
+    ]
 
 
 def test_genes_without_an_organism_are_those_of_the_file() -> None:
@@ -132,6 +143,15 @@ def test_several_values_are_controls_under_one_name(
     assert "one: controls: 60 cells ('NT' 20, 'safe' 20, 'safe+NT' 20), median counts " in said
 
 
+def test_combinations_of_a_condition_have_one_name_too(make_h5ad: Make, tmp_path: Path) -> None:
+    """As in files that were made for GEARS, whose column is called condition."""
+    raw = write_cells(make_h5ad, {"condition": ["ctrl", "TP53+ctrl", "ctrl+TP53", "MYC+TP53", "TP53+MYC"] * 20})
+    row = {"path": raw, "condition": "condition", "control": "ctrl"}
+    config = write_config(tmp_path, OPTIONS.replace(", split_by: perturbation", ""), one=row)
+    [cells], _ = prepare_by_commands(config, tmp_path)
+    assert Counter(ad.read_h5ad(cells).obs["condition"]) == {"ctrl": 20, "TP53": 40, "MYC+TP53": 40}
+
+
 def test_a_value_with_the_separator_in_it_is_one_control(make_h5ad: Make, tmp_path: Path) -> None:
     obs = prepared(make_h5ad, tmp_path, {"target": ["a|b", "TP53"] * 20}, control="a|b")
     assert Counter(obs["is_control"]) == {True: 20, False: 20}
@@ -147,7 +167,7 @@ def test_a_difference_in_depth_between_controls_and_others_is_said(
     ratio = report["median_counts_controls"] / report["median_counts_perturbed"]
     assert ratio == pytest.approx(1 / 4, rel=0.1)
     said = capsys.readouterr().out
-    assert f"one: warning: controls: their median counts are {ratio:.2g} times the other cells': " in said
+    assert f"one: warning: controls: their median counts are {ratio:.2g} times the perturbed cells': " in said
 
 
 @pytest.mark.parametrize("named", [True, False])

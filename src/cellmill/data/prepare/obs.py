@@ -243,8 +243,7 @@ def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray,
     for control in values:
         fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
         require_known(control, sorted(present), fault)
-    genes = TargetNames.read(reader, organism) if columns.controlled == "perturbation" else TargetNames((), None)
-    merged = merge_names(texts, values, genes)
+    merged = merge_names(texts, values, TargetNames.read(reader, organism))
     names = np.array([merged.names[text] for text in texts], object)
     column = source
     if (names != texts).any():
@@ -255,7 +254,9 @@ def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray,
         is_control = np.array([text in values or merged.names[text] == values[0] for text in texts], bool)
         perturbation = names.copy()
         perturbation[is_control | missing] = None
-        controls = Controls(is_control, texts, find_guides(reader.obs, perturbation, columns.guide))
+        controls = Controls(
+            is_control, ~is_control & ~missing, texts, find_guides(reader.obs, perturbation, columns.guide)
+        )
     return Treated(column, texts, merged, controls)
 
 

@@ -64,6 +64,7 @@ class Merged(NamedTuple):
 
     names: dict[str, str]  # canonical name by text, of all texts
     undivided: dict[str, str]  # delimiter by text that looks like a combination of genes, but is left as it is
+    reordered: list[list[str]]  # texts of the same parts in other orders, not all of them genes, left as they are
 
     def report(self, texts: np.ndarray) -> dict[str, Any]:
         """Entry `perturbations` of the QC report on cells with these texts; empty if no name was changed."""
@@ -73,7 +74,8 @@ class Merged(NamedTuple):
             sources.setdefault(self.names[text], {})[text] = int(counted[text])
         changed = {name: of for name, of in sources.items() if list(of) != [name]}
         undivided = {text: delimiter for text, delimiter in self.undivided.items() if text in counted}
-        entries = {"merged": changed, "undivided": undivided}
+        reordered = [texts for texts in self.reordered if sum(text in counted for text in texts) > 1]
+        entries = {"merged": changed, "undivided": undivided, "reordered": reordered}
         return {key: value for key, value in entries.items() if value}
 
 
@@ -94,7 +96,18 @@ def merge_names(texts: Iterable[str], controls: Sequence[str], genes: TargetName
                 if _divide(text, [delimiter], controls, genes):
                     undivided[text] = delimiter
                     break
-    return Merged(names, undivided)
+    whole = [text for text in unique if names[text] == text and text not in controls]
+    return Merged(names, undivided, _find_reordered(whole, controls))
+
+
+def _find_reordered(texts: Iterable[str], controls: Sequence[str]) -> list[list[str]]:
+    """Groups of texts that have the same parts in different orders."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for text in texts:
+        delimiter = next((each for each in DELIMITERS if each in text), None)
+        if delimiter is not None:
+            groups.setdefault(tuple(sorted(_split(text, delimiter, controls))), []).append(text)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: TargetNames) -> list[str] | None:
@@ -142,6 +155,13 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
             f"warning: perturbation: {named}{more} may be genes joined by a delimiter that is not known; the order of "
             "the genes then makes two perturbations of one: join them by +"
         )
+    if reordered := report.get("reordered"):
+        named = "; ".join(" and ".join(map(repr, texts)) for texts in reordered[:SHOWN])
+        more = f"; and {len(reordered) - SHOWN:,} more" if len(reordered) > SHOWN else ""
+        lines.append(
+            f"warning: perturbation: {named}{more} have the same parts in another order, not all of them genes: they "
+            "stay different perturbations; give them one name if they are one"
+        )
     return lines
 
 
@@ -175,12 +195,14 @@ class Controls(NamedTuple):
     """Control cells of a file, and what a table's word does not tell about them."""
 
     is_control: np.ndarray  # (cells,) bool
+    is_perturbed: np.ndarray  # (cells,) bool; a cell may be neither
     value: np.ndarray  # (cells,) text of the file
     guides: tuple[str, np.ndarray] | None  # column and guide of each cell
 
     def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
         """Entry `controls` of the QC report on the cells of mask `cells`; `depth` are counts, (cells,) int."""
-        control, perturbed = cells & self.is_control, cells & ~self.is_control
+        control = cells & self.is_control
+        perturbed = cells & self.is_perturbed
         report: dict[str, Any] = {
             "values": {str(value): int(n) for value, n in pd.Series(self.value[control]).value_counts().items()},
             "n_controls": int(control.sum()),
@@ -207,12 +229,12 @@ def describe_controls(report: dict[str, Any]) -> list[str]:
     control, perturbed = report["median_counts_controls"], report["median_counts_perturbed"]
     values = ", ".join(f"{value!r} {n:,}" for value, n in [*report["values"].items()][:SHOWN])
     lines = [
-        f"controls: {report['n_controls']:,} cells ({values}), median counts {_depth(control)}; other cells: "
-        f"{report['n_perturbed']:,}, median counts {_depth(perturbed)}"
+        f"controls: {report['n_controls']:,} cells ({values}), median counts {_depth(control)}; perturbed: "
+        f"{report['n_perturbed']:,} cells, median counts {_depth(perturbed)}"
     ]
     if control and perturbed and max(control, perturbed) > DEEPER * min(control, perturbed):
         lines.append(
-            f"warning: controls: their median counts are {control / perturbed:.2g} times the other cells': "
+            f"warning: controls: their median counts are {control / perturbed:.2g} times the perturbed cells': "
             "measured changes include this difference"
         )
     column = report.get("guide_column")
