@@ -126,3 +126,11 @@ def test_predictions_compare_no_text_that_means_no_label() -> None:
     assert count_labels(obs, "one", "kind", ["T"]).unknown == {"HSC": 1}
     assert count_labels(obs, "one", "kind", ["T"]).n_labelled == 2
     assert count_labels(obs, "one", "kind", ["T", "unknown"]).n_labelled == 3, "a class of the model"
+
+
+def test_a_control_value_stays_in_a_label_although_it_is_on_the_list(make_h5ad: Make) -> None:
+    kinds = ["none", "TP53", "unknown"] * 8
+    matrix = np.random.default_rng(0).poisson(3, (len(kinds), 2)).astype(np.float32) + 1
+    obs = pd.DataFrame({"kind": kinds}, index=[f"cell_{i}" for i in range(len(kinds))])
+    raw = make_h5ad(sp.csr_matrix(matrix), "one.h5ad", genes=["TP53", "MYC"], obs=obs)
+    assert labels_of(raw, label="kind", perturbation="kind", control="none") == {"none": 8, "TP53": 8}

@@ -58,6 +58,7 @@ def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
 def test_a_cell_without_a_perturbation_is_no_control(kind: str) -> None:
     obs = pd.DataFrame({"guide": column(kind, ["ctrl", None, "x"])})
     reader: Any = SimpleNamespace(obs=obs, n_obs=3, path=Path("a.h5ad"), obs_column=lambda name, owner: obs[name])
+    reader.var_names, reader.var = [], pd.DataFrame()
     columns = ObsColumns(perturbation="guide", control="ctrl")
     made = choose_obs(reader, [], columns).obs
     assert made["is_control"].tolist() == [True, False, False]

@@ -158,12 +158,12 @@ class JobFiles:
         return [corpus for corpus in self.corpora if corpus in used]
 
     def quality_reports(self) -> list[str]:
-        """Reports on quality control of the training datasets of all corpora in use."""
-        return [
-            f"results/corpora/{corpus}/cells/{name}.json"
-            for corpus in self.reported_corpora()
-            for name in self.workflow.trained_on(corpus)
-        ]
+        """Reports on quality control of the datasets that runs are trained or evaluated on."""
+        used: dict[str, None] = {}  # in order, each once
+        for name, run in self.runs.items():
+            for dataset in [*self.workflow.trained_on(run.corpus), *self.workflow.evaluated_on(name)]:
+                used[f"results/corpora/{run.corpus}/cells/{dataset}.json"] = None
+        return list(used)
 
     # runs
 

@@ -75,7 +75,10 @@ def remove_empty_labels(labels: pd.Series, columns: ObsColumns) -> tuple[pd.Seri
     codes, values = pd.factorize(labels)
     is_text = [isinstance(value, str) for value in values]
     texts = [text_of(value) for value in values]
-    empty = [at for at, text in enumerate(texts) if is_text[at] and columns.means_no_label(text)]
+    controls = columns.controls_in(texts)  # `none` may be a control of a perturbation that is also a label
+    empty = [
+        at for at, text in enumerate(texts) if is_text[at] and text not in controls and columns.means_no_label(text)
+    ]
     if not empty:
         return labels, None
     position = np.full(len(values) + 1, -1, np.int64)  # the last is for missing values
@@ -212,22 +215,42 @@ def choose_obs(
         new[columns.controlled] = treated.column
         if treated.controls is not None:
             new[IS_CONTROL] = pd.Series(treated.controls.is_control, index=reader.obs.index)
-    labels, mapped = dict(zip(columns.label_names, columns.labels)), {}
-    for name in names.labels:
-        new[name] = reader.obs[labels[name]]
-        if (label_map := columns.label_maps.get(name)) is not None:
-            codes, values = pd.factorize(new[name])
-            texts = [text_of(value) for value in values]
-            by_label = check_labels(Path(label_map), texts, reader.path, labels[name])
-            mapped[name] = MappedLabels(codes, texts, by_label)
-            new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)
-    empty: dict[str, EmptyLabels] = {}
-    for name, column in labels.items():
-        cleaned, found = remove_empty_labels(new[name] if name in names.labels else reader.obs[column], columns)
-        if found is not None:
-            new[name], empty[name] = cleaned, found
+    mapped = _map_labels(reader, columns, names, new)
+    empty = _remove_empty_labels(reader, columns, new)
     frame = reader.obs[names.kept].rename(columns=names.originals).assign(**new)
     return ObsChoice(keep, frame, mapped, empty, treated)
+
+
+def _map_labels(
+    reader: CountsReader, columns: ObsColumns, names: ColumnNames, new: dict[str, pd.Series]
+) -> dict[str, MappedLabels]:
+    """Add the labels that are renamed or mapped to `new`; return those with a map."""
+    sources = dict(zip(columns.label_names, columns.labels))
+    mapped = {}
+    for name in names.labels:
+        new[name] = reader.obs[sources[name]]
+        label_map = columns.label_maps.get(name)
+        if label_map is not None:
+            codes, values = pd.factorize(new[name])
+            texts = [text_of(value) for value in values]
+            by_label = check_labels(Path(label_map), texts, reader.path, sources[name])
+            mapped[name] = MappedLabels(codes, texts, by_label)
+            new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)
+    return mapped
+
+
+def _remove_empty_labels(
+    reader: CountsReader, columns: ObsColumns, new: dict[str, pd.Series]
+) -> dict[str, EmptyLabels]:
+    """Add the labels with texts that mean none to `new`, without these; return the texts."""
+    removed = {}
+    for name, column in zip(columns.label_names, columns.labels):
+        labels = new[name] if name in new else reader.obs[column]
+        cleaned, found = remove_empty_labels(labels, columns)
+        if found is not None:
+            new[name] = cleaned
+            removed[name] = found
+    return removed
 
 
 def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray, organism: str | None) -> Treated:
