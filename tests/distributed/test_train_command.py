@@ -191,13 +191,24 @@ def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exi
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(run: Run) -> None:
-    run.start(options(train=ENDLESS | {"timeout_s": 20}), until=3, nproc_per_node=2)
+    run.start(options(train=ENDLESS | {"timeout_s": 20}), until=3, nproc_per_node=2, max_restarts=0)
     run.worker(1).suspend()
     assert re.fullmatch(
         rf"cellmill train: rank 1 on {os.uname().nodename} does not respond; the other ranks have waited 20 s "
         r"\(train\.timeout_s\) at the [a-z ]+ of step \d+",
         run.end(2).splitlines()[-1],
     )
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_restarted_with_the_same_curve(run: Run, whole: Run) -> None:
+    given = options(train={"steps": 60, "checkpoint_every_steps": 10, "timeout_s": 20})
+    whole.train(given)
+    run.start(given, until=25, nproc_per_node=2, max_restarts=1)
+    run.worker(1).suspend()
+    printed = run.end(0)
+    assert re.search(r"^rank 1 on \S+ does not respond; .*: starting all again from the last checkpoint", printed, re.M)
+    assert run.losses == pytest.approx(whole.losses, abs=1e-4)
 
 
 def test_another_configuration_is_refused_and_nothing_is_touched(one: Run) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from cellmill.config.machine import Machine
-from cellmill.launch.job import Job, agent_environment, wait_for
+from cellmill.launch.job import Job, Restarts, agent_environment, wait_for
 from cellmill.launch.node import NodeTask, lacking_interface, write_task
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 from cellmill.launch.signals import requests
+from cellmill.runs.jobs import HANG
 
 DIES = """
 import json, os, signal, sys
@@ -76,6 +77,33 @@ def test_lost_processes_are_restarted_if_that_can_help(
         assert noise not in printed_all
     assert "SIGKILL" in (tmp_path / "node-0.log").read_text()
     assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
+
+
+HUNG = "rank 1 on node2 does not respond; the other ranks have waited 600 s"
+
+
+def test_a_hang_is_restarted_once_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error, state = tmp_path / "error.txt", tmp_path / "state.json"
+    restarts = Restarts(Job("trains", [], 1, 2, max_restarts=5, error_file=str(error), state_file=str(state)))
+
+    def hang_at(step: int) -> bool:
+        state.write_text(json.dumps({"step": step}))
+        error.with_name(HANG).write_text(HUNG)
+        return restarts.again(1)
+
+    assert [hang_at(0), hang_at(10), hang_at(20)] == [True] * 3
+    assert not error.with_name(HANG).exists()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{HUNG}: starting all again from the last checkpoint, restart 1 of 5"
+    assert not hang_at(20)
+    assert (error.read_text(), error.with_name(HANG).exists()) == (HUNG, False)
+
+
+def test_a_hang_without_restarts_is_the_error(tmp_path: Path) -> None:
+    error = tmp_path / "error.txt"
+    error.with_name(HANG).write_text(HUNG)
+    assert not Restarts(Job("trains", [], 1, 2, error_file=str(error))).again(1)
+    assert error.read_text() == HUNG
 
 
 def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> None:

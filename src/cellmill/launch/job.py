@@ -21,6 +21,7 @@ from cellmill.errors import DataError
 from cellmill.files import read_json
 from cellmill.launch.rendezvous import LOOPBACK, Rendezvous
 from cellmill.launch.signals import STOP_SIGNALS, Interrupted, children, die_with_parent, handled_by, signal_all
+from cellmill.runs.jobs import HANG
 
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
@@ -83,23 +84,34 @@ class Restarts:
         """True if the job is to be restarted after an agent ended with exit `code`; prints the decision.
 
         Not if a process left an error message, since the error would come again, and not if the last start resumed
-        from the same step: a loss that comes twice is no accident.
+        from the same step: a loss or a hang that comes twice is no accident.
         """
         job = self.job
-        if self.done == job.max_restarts or Path(job.error_file).exists():
+        error = Path(job.error_file)
+        hang = error.with_name(HANG)
+        if not job.error_file or error.exists():
             return False
         before, step = self._from, 0
         with suppress(DataError, KeyError, TypeError):  # before the first checkpoint there may be no file
             step = int(read_json(Path(job.state_file))["step"])
         self._from = step
-        if step == before:
-            print(f"a process was lost again without a new checkpoint after step {step}: not started again", flush=True)
+        if self.done == job.max_restarts or step == before:
+            with suppress(FileNotFoundError):  # it did not hang, or the agent of another node was first
+                hang.replace(error)
+                return False
+            if step == before:
+                print(
+                    f"a process was lost again without a new checkpoint after step {step}: not started again",
+                    flush=True,
+                )
             return False
         self.done += 1
-        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        why = f"a process was lost ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        with suppress(FileNotFoundError):
+            why = hang.read_text(encoding="utf-8").strip()
+            hang.unlink()
         print(
-            f"a process was lost ({ended}): starting all again from the last checkpoint, restart "
-            f"{self.done} of {job.max_restarts}",
+            f"{why}: starting all again from the last checkpoint, restart {self.done} of {job.max_restarts}",
             flush=True,
         )
         return True

@@ -31,7 +31,7 @@ from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous
 from cellmill.launch.signals import STOP_SIGNALS, StopFlag, children, die_with_parent, handled_by, signal_all
-from cellmill.runs.jobs import CONNECTION, LATE, JobRecord, Jobs, write_if_room
+from cellmill.runs.jobs import CONNECTION, HANG, LATE, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
@@ -84,7 +84,7 @@ class NodeTask:
             if self.rank == 0:
                 self.own = claim(self.folder.parents[1], self.job_id)
                 at_end.callback(self.own.release)
-                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE))):  # of an earlier attempt
+                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE, HANG))):  # of an earlier attempt
                     line.unlink(missing_ok=True)
                 self._note(started_at=time.time())
             if lacks := lacking_interface(self.interface, [name for _, name in socket.if_nameindex()]):

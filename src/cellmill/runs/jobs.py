@@ -157,7 +157,10 @@ def seconds(text: str) -> float | None:
     return ((24 * days + hours) * 60 + minutes) * 60 + rest
 
 
-CONNECTION, LATE, CANCELLED = "connection.txt", "late.txt", "cancelled"
+CONNECTION = "connection.txt"  # the first collective that failed
+LATE = "late.txt"  # nodes that have not joined
+HANG = "hang.txt"  # the rank that hung in the latest start
+CANCELLED = "cancelled"
 
 
 def _requested(machine: Machine) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ with importing():
     from cellmill.parallel.torch_private import set_group_timeouts
     from cellmill.planner.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder
+    from cellmill.runs.jobs import HANG
     from cellmill.track.tracker import ConsoleTracker, JsonlTracker
     from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason, trace_file
     from cellmill.train.loop import Trainer
@@ -59,7 +59,12 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     stop, watch = StopFlag(), HangWatch()
     record = read_json(path / "run.json")
     options = stored_options(record["options"], "run.json")
-    watch.start(options.train.timeout_s, partial(give_up, error_file))
+
+    def end_hung(line: str) -> None:
+        """A hang of a training may pass, so it is started again; a rank that never joined is an error."""
+        give_up(error_file.with_name(HANG) if watch.passed else error_file, line)
+
+    watch.start(options.train.timeout_s, end_hung)
     # torch's own timeout is longer than the hang watch's, whose line names the hung rank
     timeout = timedelta(seconds=2 * START_FACTOR * options.train.timeout_s)
     device = _join(options, timeout, wanted_device)
