@@ -21,10 +21,15 @@ from typing import Any
 import h5py
 import numpy as np
 import scipy.sparse as sp
+import zarr
 
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import UserError
+from tests.unit.test_containers import DONORS, adt_of, rna_of, seurat, write_mudata
 from tests.unit.test_inputs import h5ad, in_zarr, loom, matrix_market, tenx_v3, with_filter
+from tests.unit.test_matrix_market import alevin, csv_barcodes, excel, kb, parse, quoted, star
+from tests.unit.test_other_tools import flex
+from tests.unit.test_text_counts import TABLES
 
 TIMEOUT_S = 100
 MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
@@ -43,6 +48,23 @@ def write_bases(folder: Path) -> None:
     loom(counts, folder)
     (folder / "market").mkdir()
     matrix_market(counts, folder / "market")
+    flex(counts, folder)
+    seurat(counts, folder / "seurat.h5ad", counts, counts)
+    for name, end in (("mudata", "h5mu"), ("mudata2", "zarr")):
+        data = {"rna": rna_of(counts), "prot": adt_of(counts)}
+        if end == "zarr":
+            write_mudata(zarr.open_group(folder / f"{name}.zarr", mode="w"), data, DONORS)
+        else:
+            with h5py.File(folder / f"{name}.h5mu", "w") as file:
+                write_mudata(file, data, DONORS)
+    for layout in (kb, parse, alevin, star, quoted, csv_barcodes, excel):
+        (folder / layout.__name__).mkdir()
+        layout(folder / layout.__name__)
+    for number, write in enumerate(TABLES.values()):
+        (folder / f"table{number}").mkdir()
+        table = write(folder / f"table{number}")
+        table.rename(folder / f"table{number}-{table.name}")
+        (folder / f"table{number}").rmdir()
 
 
 def pick(random: np.random.Generator, items: Sequence[Any]) -> Any:
@@ -124,8 +146,12 @@ def read_whole(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         with open_counts(path) as reader:
+            n_cells = 0
             for block in reader.rows(7):
                 assert block.has_canonical_format
+                assert block.shape[1] == len(reader.var)
+                n_cells += block.shape[0]
+            assert n_cells == len(reader.obs)
     except UserError as error:
         if "\n" in str(error):
             raise AssertionError("more than one line") from error

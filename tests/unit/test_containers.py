@@ -19,7 +19,6 @@ from cellmill.data.inputs.fetch import origin_of
 from cellmill.data.inputs.formats import declared_names, open_counts
 from cellmill.data.prepare.check import check_datasets
 from tests.unit.test_inputs import CELLS, GENES, OBS, h5ad, in_zarr, read, refusal
-from tests.unit.test_named_files import write_config
 
 
 def rna_of(counts: sp.csr_matrix) -> ad.AnnData:
@@ -106,6 +105,8 @@ def test_the_table_of_a_spatialdata_is_read(counts: sp.csr_matrix, tmp_path: Pat
 def test_a_table_of_datasets_may_name_a_modality(
     counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tests.unit.test_named_files import write_config  # needs the path that pytest sets
+
     monkeypatch.chdir(tmp_path)
     with h5py.File("cells.h5mu", "w") as file:
         write_mudata(file, {"rna": rna_of(counts), "prot": adt_of(counts)}, DONORS)
@@ -211,3 +212,14 @@ def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
     root = zarr.open_group(tmp_path / "pegasus.zarr", mode="w")
     root.create_group("GRCh38-rna/barcode_metadata")
     assert "it was written by Pegasus: write it as .h5ad (pegasusio.write_output" in refusal(tmp_path / "pegasus.zarr")
+
+
+def test_names_that_pegasusio_cut_are_said(
+    counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    obs = OBS.rename_axis("barcodekey")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ad.AnnData(counts, obs, pd.DataFrame(index=GENES)).write_h5ad(tmp_path / "pegasus.h5ad")
+    assert (read(tmp_path / "pegasus.h5ad") != counts).nnz == 0
+    assert "pegasusio wrote its names of cells, without the -1 of Cell Ranger" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from cellmill.files import read_json
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
 NOTES = "uns/cellmill"  # of preprocessed cells: text on what was done to their counts
 RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
+_OF_PEGASUS = "pegasusio wrote its names of cells, without the -1 of Cell Ranger: tables of labels may have it"
 _LOOKED_AT = 100  # cells
 _MANY_FILES = 2_000
 _SMALL_FILE = 4_096  # bytes
@@ -72,8 +73,10 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again")
     others = [name for name in known if name != counts]
     ranked = ordered and RANKED in file
+    notes = [_OF_PEGASUS] if not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey" else []
     look, recorded = partial(_look, path, file), _read_record(file)
-    return CountSource(path, counts, matrix, obs, var, others, ordered, ranked=ranked, recorded=recorded, look=look)
+    more: dict[str, Any] = {"ranked": ranked, "recorded": recorded, "look": look, "notes": notes}
+    return CountSource(path, counts, matrix, obs, var, others, ordered, **more)
 
 
 def _read_record(file: Any) -> dict[str, str]:

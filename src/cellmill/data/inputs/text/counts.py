@@ -27,6 +27,7 @@ from cellmill.data.inputs.text.tables import (
     find_separator,
     gene_frame,
     is_table,
+    names_row_names,
     split_lines,
 )
 from cellmill.errors import DataError
@@ -126,8 +127,8 @@ def _read_layout(path: Path) -> _Layout:
         raise DataError(f"{path}: expected columns separated by tabs, commas or semicolons, got {first[0][:60]!r}")
     header, *rows = split_lines([line for line in first if line.strip()], separator)
     width = len(rows[0])
-    if len(header) == width - 1:  # R does not name the column of row names
-        header = ["", *header]
+    if len(header) == width - 1 and not names_row_names(header):
+        header = ["", *header]  # R does not name the column of row names
     if len(header) != width or any(len(row) != width for row in rows):
         widths = ", ".join(sorted({f"{len(row)}" for row in rows}))
         raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {widths}")
@@ -221,6 +222,20 @@ class _LongMatrix(StoredMatrix):
         self._layout, self._columns = layout, columns
         self._genes, self._cells = genes, cells
         self.shape = (len(cells), len(genes))
+
+    def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
+        """As of every matrix. Raises DataError for a gene that has two lines in one cell."""
+        first = 0
+        for part in super().blocks(block):
+            part.sort_indices()
+            rows = np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
+            repeats = (np.diff(part.indices) == 0) & (np.diff(rows) == 0)
+            if repeats.any():
+                at = int(repeats.argmax())
+                names = list(self._cells)[first + int(rows[at])], list(self._genes)[int(part.indices[at])]
+                raise DataError(f"{self._layout.path}: damaged: cell {names[0]!r} has two lines of gene {names[1]!r}")
+            yield part
+            first += part.shape[0]
 
     def pieces(self) -> Pieces:
         gene, cell, count = self._columns

@@ -65,7 +65,7 @@ class TextTable:
         """True if the table has `n` rows after its header, if any."""
         if self.has_header:
             return self.n_lines == n + 1
-        return self.n_lines == n or (self.n_lines == n + 1 and _has_header_words(self.first[0]))
+        return self.n_lines == n or (self.n_lines == n + 1 and _has_header_words(self.first[0], self.first[1:]))
 
     def n_rows(self) -> int:
         """Number of rows after a clear header."""
@@ -99,7 +99,9 @@ class TextTable:
         columns = _columns(lines, self.separator)
         if header is not None and len(header) == len(columns) - 1:  # R does not name the column of row names
             header = ["", *header]
-        names = header[: len(columns)] if header is not None and len(header) >= len(columns) else range(len(columns))
+        if header is not None and len(header) < len(columns):
+            raise DataError(f"{self.path}: has {len(columns)} columns, and {len(header)} names in its header")
+        names = range(len(columns)) if header is None else header[: len(columns)]
         frame = pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(list(names), axis=1)
         frame = frame.loc[:, ~frame.columns.duplicated()]
         numbers = [name for name in frame if _is_numbering(frame[name])]
@@ -195,20 +197,38 @@ def _is_numbering(column: pd.Series) -> bool:
 
 def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
     """True if `first` has a usual name of a column, or is the only line without an Ensembl id or barcode."""
-    if {text.strip().lower() for text in first} & _HEADERS:
-        return True
     for pattern in (ENSEMBL, BARCODE):
         if any(map(pattern.search, first)):
             return False
+    if {text.strip().lower() for text in _only_in_first(first, others)} & _HEADERS:
+        return True
     return any(
         len(others) > 2 and all(any(map(pattern.search, row)) for row in others) for pattern in (ENSEMBL, BARCODE)
     )
 
 
-def _has_header_words(first: Sequence[str]) -> bool:
+def names_row_names(header: Sequence[str]) -> bool:
+    """True if the first field of a header is one for the column of names: then no field is missing, as R leaves out."""
+    first = header[0].strip().lower() if header else ""
+    return not first or first in _HEADERS
+
+
+def _only_in_first(first: Sequence[str], others: Sequence[Sequence[str]]) -> list[str]:
+    """Fields of the first row that no other row has: `Gene` in every row is a type and no header."""
+    return [
+        text
+        for column, text in enumerate(first)
+        if not any(column < len(row) and row[column] == text for row in others)
+    ]
+
+
+def _has_header_words(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+    if any(pattern.search(text) for pattern in (ENSEMBL, BARCODE) for text in first):
+        return False
     if len(first) > 1 and first[0] == "":
         return True
-    words = (word.lower() for text in first for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text))
+    fields = _only_in_first(first, others)
+    words = (word.lower() for text in fields for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text))
     return not _HEADER_WORDS.isdisjoint(words)
 
 
