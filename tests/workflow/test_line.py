@@ -84,6 +84,16 @@ def test_a_changed_key_reruns_the_stages_that_read_it_and_those_after_them(
     assert done[0].jobs("--config", change) == dict.fromkeys(rules, 1)
 
 
+def test_a_dry_run_names_the_options_that_changed(done: tuple[Project, str]) -> None:
+    """Snakemake names only files of options, by their digests."""
+    said = done[0].ran("--dry-run", "--config", "evaluate={folds: 4}", "report={title: Ours}")
+    lines = [line for line in said.splitlines() if line.startswith("cellmill: ")]
+    assert lines == [
+        'cellmill: report: report.title "cellmill" -> "Ours"',
+        "cellmill: evaluate of tiny: evaluate.folds 5 -> 4",
+    ]
+
+
 def test_a_model_is_not_taken_for_that_of_a_training_that_failed(finished: Project) -> None:
     (finished.folder / "results/runs/tiny/train/status.json").unlink()  # as Snakemake does
     model = "results/runs/tiny/model/model.safetensors"

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, did_you_mean, one_line
 from cellmill.files import digest, write_json
 
+SHOWN_CHANGES = 5  # options in a line about a stage that would run again
+MOST_CHARACTERS = 40  # of a value in it
 Wildcards = Any  # Snakemake's wildcards of a job, as attributes
 
 
@@ -37,12 +41,29 @@ def _bytes_of(path: str) -> int:
     return os.path.getsize(path)
 
 
+def values_by_path(tree: Any, path: str = "") -> dict[str, Any]:
+    """Values of nested options by their keys joined with dots; an empty mapping is a value."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= values_by_path(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value of an option in few characters, as JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+
+
 class JobFiles:
     """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule as it is."""
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
         self.workflow, self.corpora, self.runs = workflow, workflow.corpora, workflow.runs
         self.writes = writes  # true if jobs run, so that files of options are written; known only once all rules are
+        self._told: set[Path] = set()  # files of options whose changes were printed
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
         models = [run.init_from for run in self.runs.values()]
@@ -80,6 +101,8 @@ class JobFiles:
             tree = self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
             name = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
             path = Path("results/options", stage, f"{name + '.' if name else ''}{digest(tree)[:12]}.json")
+            if not path.exists() and not self.writes():
+                self._tell_changes(stage, name, path, tree)
             if self.writes() and not path.exists():
                 try:
                     write_json(path, tree)
@@ -89,6 +112,21 @@ class JobFiles:
             return str(path)
 
         return file
+
+    def _tell_changes(self, stage: str, name: str | None, path: Path, tree: dict[str, Any]) -> None:
+        """Print once which options differ from the newest file of the stage: Snakemake names files by their digests."""
+        pattern = re.compile(rf"{re.escape(f'{name}.' if name else '')}[0-9a-f]{{12}}\.json")
+        written = [file for file in path.parent.glob("*.json") if pattern.fullmatch(file.name)]
+        if not written or path in self._told:
+            return
+        self._told.add(path)
+        before = values_by_path(json.loads(max(written, key=os.path.getmtime).read_text()))
+        now = values_by_path(tree)
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        shown = [f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}" for key in changed[:SHOWN_CHANGES]]
+        more = f" and {len(changed) - SHOWN_CHANGES} more" if len(changed) > SHOWN_CHANGES else ""
+        owner = f" of {name}" if name else ""
+        print(f"cellmill: {stage}{owner}: {', '.join(shown)}{more}", file=sys.stderr, flush=True)
 
     def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
         return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]
