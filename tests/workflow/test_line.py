@@ -89,7 +89,7 @@ def test_a_dry_run_names_the_options_that_changed(done: tuple[Project, str]) -> 
     said = done[0].ran("--dry-run", "--config", "evaluate={folds: 4}", "report={title: Ours}")
     lines = [line for line in said.splitlines() if line.startswith("cellmill: ")]
     assert lines == [
-        'cellmill: report: report.title "cellmill" -> "Ours"',
+        'cellmill: report: report.title "cellmill report" -> "Ours"',
         "cellmill: evaluate of tiny: evaluate.folds 5 -> 4",
     ]
 
