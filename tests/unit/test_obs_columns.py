@@ -170,6 +170,8 @@ def test_a_dataset_has_options_of_its_own() -> None:
     assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
     with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):
         ObsColumns(control="NT")
+    with pytest.raises(ValueError, match="guide is read to check the controls; set control"):
+        ObsColumns(perturbation="target", guide="barcode")
     with pytest.raises(ValueError, match="orthologs is read with reference_organism alone"):
         Preprocess(orthologs="x.tsv")
 

@@ -114,6 +114,8 @@ class ObsColumns(Section):
                 yield f"label_name: expected a name of its own for label {label!r}, got {name!r}; choose another"
         if self.control is not None and self.controlled is None:
             yield "control is a value of the perturbation or the condition; name one of these columns too"
+        if self.guide is not None and self.control is None:
+            yield "guide is read to check the controls; set control, the value of untreated cells, too"
 
     @property
     def labels(self) -> list[str]:
