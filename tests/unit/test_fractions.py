@@ -170,3 +170,12 @@ def test_logs_of_a_few_cells_are_told_from_estimated_counts() -> None:
         logs = np.log1p(mean_normalised(counts_of(6, n_cells)))
         assert describe_fractions(sp.csr_matrix(logs)).text == "log-transformed"
         assert describe_fractions(sp.csr_matrix(estimated()[:n_cells])).may_be_counts
+
+
+def test_imputed_values_below_zero_are_not_called_scaled(make_h5ad: Make) -> None:
+    # MAGIC on principal components leaves a few values a little below zero
+    imputed = smoothed(counts_of()) - 0.02
+    assert 0 < (imputed < 0).mean() < 0.1
+    assert "is negative: it looks imputed" in refusal(make_h5ad(imputed))
+    scaled = imputed - imputed.mean(axis=0)
+    assert "is negative: it looks scaled" in refusal(make_h5ad(scaled))

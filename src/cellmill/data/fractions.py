@@ -28,6 +28,7 @@ _FEWEST_COLUMNS = 20
 _DENSE = 0.9  # share of nonzero values
 _SMALL = 0.5
 _MANY_SMALL = 0.1  # share of values below _SMALL, which a matrix of counts has as zeros
+_FEW_NEGATIVE = 0.1  # share of values; MAGIC on principal components leaves a hundredth
 _LEAST_DISPERSION = 0.5  # variance over mean of a gene, which is 1 or more for counts
 _MOSTLY = 0.5
 _MULTIPLE = 100.0  # largest multiple of a unit that is looked at: rounding errors grow with it
@@ -71,6 +72,15 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
     if _has_units(cells):
         return NORMALISED
     return COUNTS
+
+
+def describe_negatives(matrix: sp.csr_matrix) -> str:
+    """What a block with negative values looks like: centred genes are negative in about half of the cells."""
+    cells = matrix[:_CELLS].astype(np.float64)
+    n_expressed = len(np.unique(cells.indices))
+    is_dense = n_expressed >= _FEWEST_COLUMNS and cells.nnz > _DENSE * n_expressed * cells.shape[0]
+    few_negative = (cells.data < 0).mean() < _FEW_NEGATIVE
+    return IMPUTED.text if is_dense and few_negative else "scaled"
 
 
 def _is_imputed(cells: sp.csr_matrix) -> bool:

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from cellmill.config.datasets import CountsRule
 from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated, text_values
-from cellmill.data.fractions import StochasticRounding, describe_fractions
+from cellmill.data.fractions import StochasticRounding, describe_fractions, describe_negatives
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, require_known
 
@@ -149,8 +149,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
         if values.dtype.kind == "f":
             self._refuse(~np.isfinite(values), "is not finite", "; counts are whole numbers from 0", matrix, first)
-        if values.dtype.kind in "if":
-            self._refuse(values < 0, "is negative", f": it looks scaled{hint}", matrix, first)
+        if values.dtype.kind in "if" and (values < 0).any():
+            self._refuse(values < 0, "is negative", f": it looks {describe_negatives(matrix)}{hint}", matrix, first)
         if values.dtype.kind == "f":
             fractional = values != np.floor(values)
             if fractional.any():
