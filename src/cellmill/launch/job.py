@@ -88,9 +88,9 @@ class Restarts:
         """
         job = self.job
         error = Path(job.error_file)
-        hang = error.with_name(HANG)
         if not job.error_file or error.exists():
             return False
+        hang = error.with_name(HANG)
         before, step = self._from, 0
         with suppress(DataError, KeyError, TypeError):  # before the first checkpoint there may be no file
             step = int(read_json(Path(job.state_file))["step"])
