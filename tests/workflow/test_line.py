@@ -88,9 +88,9 @@ def test_a_dry_run_names_the_options_that_changed(done: tuple[Project, str]) -> 
     """Snakemake names only files of options, by their digests."""
     said = done[0].ran("--dry-run", "--config", "evaluate={folds: 4}", "report={title: Ours}")
     lines = [line for line in said.splitlines() if line.startswith("cellmill: ")]
-    assert lines == [
+    assert sorted(lines) == [
+        "cellmill: evaluate of tiny: evaluate.folds 3 -> 4",
         'cellmill: report: report.title "cellmill report" -> "Ours"',
-        "cellmill: evaluate of tiny: evaluate.folds 5 -> 4",
     ]
 
 
