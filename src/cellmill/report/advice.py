@@ -44,6 +44,6 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     if any(outcomes) and "ahead" not in outcomes:
         better = "is better" if "behind" in outcomes else "is as good"
         yield (
-            f"take the best baseline: it {better} on these cells and costs less; models were ahead where counts are "
-            "few, and at predicting genes that were not measured"
+            f"take the best baseline: it {better} on these cells and costs less; models were ahead where few counts or "
+            "genes were measured, on two panels of five datasets"
         )
