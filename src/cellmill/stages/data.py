@@ -109,6 +109,8 @@ def preprocess(
         print(f"{dataset}: {line}")
     if dropped:
         print(f"{dataset}: cells dropped: {dropped}")
+    if qc.get("sparse"):
+        print(f"{dataset}: warning: {qc['sparse']}")
     by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}
     if 2 * sum(by_quality.values()) > (n := cells["in"] - cells["dropped"]["filter"]):
         name, change = strictest(by_quality)

@@ -72,6 +72,8 @@ class RowSpill:
 
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+_MANY_ROWS = 1000
+_COUNTS_OF_NO_CELL = 20  # median over rows
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
@@ -215,7 +217,19 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
     limits = {name: f" {getattr(options, name):g}" for name in QUALITY}
     parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
     option, change = strictest(tally)
-    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {change} preprocess.{option}"
+    advice = describe_sparse(cells.measures["n_counts"]) or f"{change} preprocess.{option}"
+    return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {advice}"
+
+
+def describe_sparse(n_counts: np.ndarray) -> str | None:
+    """Advice on rows that hold too few counts for cells; None if they hold enough, or are few."""
+    if len(n_counts) < _MANY_ROWS or np.median(n_counts) > _COUNTS_OF_NO_CELL:
+        return None
+    median = int(np.median(n_counts))
+    return (
+        f"half of the rows have at most {median} counts, as empty droplets or 2 um bins of Visium HD: use the filtered "
+        "matrix, or bins of 8 or 16 um"
+    )
 
 
 def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
@@ -254,6 +268,7 @@ def _report(
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
+        "sparse": describe_sparse(measures["n_counts"]),
         **distributions(options, measures, kept),
     }
 
