@@ -21,7 +21,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig
+from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import features as features_module
@@ -35,6 +35,7 @@ from cellmill.evaluate.tasks.classify import (
     METRICS,
     FewShot,
     LeaveOut,
+    Probe,
     draw_shots,
     judge,
     predict_splits,
@@ -325,3 +326,31 @@ def test_features_are_those_of_embed_and_of_the_models_training_cells(context: C
     np.testing.assert_allclose(np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3)
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
     assert not features_of_counts(context, without_genes)["embedding"].any()
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Probe(ProbeConfig(neighbors=5, seeds=1)),
+        FewShot(FewShotConfig(shots=[3], draws=2)),
+        LeaveOut(LeaveOutConfig(roles=["batch"], neighbors=5)),
+    ],
+    ids=lambda task: task.config.name,
+)
+def test_a_model_that_copies_a_baseline_is_level_with_it(
+    context: Context, monkeypatch: pytest.MonkeyPatch, task: Any
+) -> None:
+    def copied(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
+        known = select_columns(counts, context.columns.target, context.model.vocabulary.n_genes)
+        return context.model.components.transform(log_normalise(known))
+
+    monkeypatch.setattr(features_module, "embed_counts", copied)
+    vectors = copied(context, read_rows(context.reader, np.arange(context.reader.n_obs)))
+    batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 4, name="batch").astype(str)
+    result = task.run(replace(context, vectors=vectors, roles={**context.roles, "batch": batch}))
+    table = {row["name"]: row for row in result.rows}
+    for classifier in ("logistic regression", "logistic regression, unscaled", "kNN"):
+        copy, baseline = (table[f"{kind} + {classifier}"] for kind in ("embedding", "PCA50 of the training cells"))
+        for key in (key for key in copy if key.endswith("_mean")):
+            assert copy[key] == pytest.approx(baseline[key], abs=0.02)
+    assert all(verdict.outcome != "ahead" for verdict in result.verdicts if "PCA50" in verdict.against)

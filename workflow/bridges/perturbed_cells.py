@@ -66,7 +66,8 @@ class PerturbedCells:
 
         The draws are the same for all methods, so that their noise is, too.
         """
-        blocks, names = [], []
+        blocks = []
+        names = []
         for number, (name, means) in enumerate(zip(self.perturbations, self.profiles(method))):
             generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
             strata, sizes = np.unique(self._strata(name), return_counts=True)
@@ -175,14 +176,17 @@ def sample_with_means(
     down it keeps it with a certain probability; where a gene goes up it may get the value of another control.
     """
     drawn = controls[generator.choice(controls.shape[0], n, p=weights)].toarray().astype(np.float64)
-    chance, rank = generator.random(drawn.shape), generator.random(drawn.shape)
-    by_gene, usual = controls.tocsc(), _usual_values(controls)
+    chance = generator.random(drawn.shape)
+    rank = generator.random(drawn.shape)
+    by_gene = controls.tocsc()
+    usual = _usual_values(controls)
     made = np.zeros_like(drawn)
     for gene, mean in enumerate(np.clip(means, 0, LARGEST)):
         if mean == 0:
             continue
         stored = slice(*by_gene.indptr[gene : gene + 2])
-        values, weight = by_gene.data[stored].astype(np.float64), weights[by_gene.indices[stored]]
+        values = by_gene.data[stored].astype(np.float64)
+        weight = weights[by_gene.indices[stored]]
         before = weight.sum()  # share of cells that express the gene
         level = weight @ values / before if before else usual[gene]
         share = min(mean / level, 1.0)

@@ -82,9 +82,8 @@ class TrainingCounts:
 
     def over_panel(self, panel: sp.csr_matrix) -> np.ndarray:
         """Components of the genes of a panel, of cells `panel` that have counts of no others."""
-        columns, n_genes = self.context.columns, self.context.model.vocabulary.n_genes
-        rows = columns.target[np.unique(panel.indices)]
-        kept = np.isin(np.arange(n_genes), rows[rows >= 0])
+        rows = self.context.columns.target[np.unique(panel.indices)]
+        kept = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
         return _components(self.context, keep_columns(self.counts, kept), log_normalise)(panel)
 
     def thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
@@ -96,9 +95,13 @@ def _components(
     context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
 ) -> Project:
     """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
-    columns, n_genes = context.columns, context.model.vocabulary.n_genes
     components = pca(fitted.shape).fit(normalise(fitted))
-    return lambda counts: components.transform(normalise(select_columns(counts, columns.target, n_genes)))
+
+    def project(counts: sp.csr_matrix) -> np.ndarray:
+        known = select_columns(counts, context.columns.target, fitted.shape[1])
+        return components.transform(normalise(known))
+
+    return project
 
 
 class Degraded(Task):
@@ -114,7 +117,9 @@ class Degraded(Task):
 
     def run(self, context: Context) -> TaskResult:
         """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
-        config, options, levels = self.config, context.options, self.levels()
+        config = self.config
+        options = context.options
+        levels = self.levels()
         if context.reader.ordered:
             kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
             raise Skipped(f"{kind} to lose")
@@ -145,8 +150,8 @@ class Degraded(Task):
                 for column, classes in predicted.items():
                     predictions.record(column, repeat, test, classes | largest)
         numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
-        columns, metric = predictions.accuracies(), f"{list(levels)[-1]}, {SHIFTED}"
-        return TaskResult.from_columns(columns, chosen.numbers | numbers, metric=metric)
+        metric = f"{list(levels)[-1]}, {SHIFTED}"
+        return TaskResult.from_columns(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
 
     def _fitted_to(
         self,
@@ -171,7 +176,8 @@ class Degraded(Task):
         self, context: Context, cells: Mapping[str, Features], labels: np.ndarray, split: Split
     ) -> dict[str, Classes]:
         """Classes of the test cells by column; `cells` are features of all cells by level."""
-        neighbors, (_, train, test) = self.config.neighbors, split
+        neighbors = self.config.neighbors
+        _, train, test = split
         seen = {level: rows_of(features, train) for level, features in cells.items()}
         fitted = {level: fit_all(features, labels[train], neighbors, context) for level, features in seen.items()}
         on_all = fit_all(together(seen.values()), np.tile(labels[train], len(cells)), neighbors, context)
@@ -186,7 +192,8 @@ class Degraded(Task):
         self, context: Context, level: str, features: LevelFeatures, labels: np.ndarray, split: Split
     ) -> dict[str, Classes]:
         """Classes of the test cells by way of training, from features that are made for `level`."""
-        neighbors, (_, train, test) = self.config.neighbors, split
+        neighbors = self.config.neighbors
+        _, train, test = split
         tested = rows_of(features.by_level[level], test)
         seen = {name: rows_of(values, train) for name, values in features.by_level.items()}
         matched = predict_all(fit_all(seen[level], labels[train], neighbors, context), tested)

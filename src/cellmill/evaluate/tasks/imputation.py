@@ -241,7 +241,8 @@ class TrainingCells:
     def of(cls, hidden: HiddenGenes) -> Self | None:
         """The training cells of the model; None where they have no counts, or are too few."""
         context = hidden.context
-        manifest, n_genes = context.model.manifest, context.model.vocabulary.n_genes
+        manifest = context.model.manifest
+        n_genes = context.model.vocabulary.n_genes
         if manifest.ordered:
             return None
         counts = read_training_counts(manifest, MAX_FITTED)[:MAX_FITTED]
@@ -267,7 +268,8 @@ class TrainingCells:
 
     def predict(self, tested: HiddenGenes, vectors: Mapping[str, np.ndarray], neighbors: int) -> dict[str, np.ndarray]:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors` by name."""
-        model, seen = self.hidden.context.model, self.hidden.expression()
+        model = self.hidden.context.model
+        seen = self.hidden.expression()
         own = {EMBEDDING: self.hidden.embedded(model.network), UNTRAINED: self.hidden.embedded(model.untrained)}
         found: dict[str, np.ndarray] = {}
         for ending, cells in self.groups().items():
@@ -394,7 +396,8 @@ class Imputation(Task):
     ) -> Iterator[Prediction]:
         """Predictions of the test cells of each fold: by the model and what is fitted on training cells, then by what
         is fitted on the other folds."""
-        model, n_repetitions = hidden.context.model, 1 + max(repetition for repetition, _, _ in folds)
+        model = hidden.context.model
+        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
         vectors = {EMBEDDING: hidden.embedded(model.network), UNTRAINED: hidden.embedded(model.untrained)}
         of_training_cells: dict[str, np.ndarray] = {}
         if (own := own_expression(hidden, vectors[EMBEDDING])) is not None:
@@ -404,7 +407,8 @@ class Imputation(Task):
         for repetition, _, test in folds:
             for name, values in of_training_cells.items():
                 yield Prediction(name, repetition, n_repetitions, test, values[test])
-        seen, profiles = hidden.expression(), hidden.profiles
+        seen = hidden.expression()
+        profiles = hidden.profiles
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
             features = vectors | {COMPONENT_ROW: components.transform(profiles)}
