@@ -292,3 +292,12 @@ def test_decimals_are_parsed_to_the_nearest_double() -> None:
     for damaged in ("1 1 x", "1 1", "2 1 5", "0 1 5", "1 1 5 6", "1 1 1.5.2", "1  1", "-1 1 5", ""):
         content = np.frombuffer(f"{damaged}\n".encode(), np.uint8)
         assert parse_lines(content, rows, columns, values, 1, 1, lines._POWERS, False) == -1
+
+
+def test_whole_numbers_of_more_than_31_bits_are_refused(tmp_path: Path) -> None:
+    star(tmp_path)
+    file = tmp_path / "matrix.mtx"
+    rows = file.read_text().splitlines()
+    rows[-1] = rows[-1].rsplit(" ", 1)[0] + " 2147483648"
+    file.write_text("\n".join(rows) + "\n")
+    assert "a value is too large: expected at most 2,147,483,647, got 2,147,483,648" in refusal(tmp_path)

@@ -146,6 +146,7 @@ def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFix
         ("g,c1,c2\nACTB,1,-2\nGAPDH,3,4\n", "-2 (cell 'c2', gene 'ACTB') is negative"),
         ("g,c1,c2\nACTB,1,NA\nGAPDH,3,4\n", "nan (cell 'c2', gene 'ACTB') is not finite"),
         ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,many\n", "damaged: "),
+        ("g,c1,c2\nACTB,1,2\nGAPDH,3,4\nB2M,5,x\n", "damaged: "),
         ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,4,5\n", "damaged: "),
     ],
 )

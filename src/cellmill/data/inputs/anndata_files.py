@@ -41,7 +41,10 @@ from cellmill.files import read_json
 ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
 NOTES = "uns/cellmill"  # of preprocessed cells: text on what was done to their counts
 RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
-_OF_PEGASUS = "pegasusio wrote its names of cells, without the -1 of Cell Ranger: tables of labels may have it"
+_OF_PEGASUS = (
+    "pegasusio wrote its names of cells, without the -1 of Cell Ranger, or with the number in front: tables of labels "
+    "may have the suffix"
+)
 _LOOKED_AT = 100  # cells
 _MANY_FILES = 2_000
 _SMALL_FILE = 4_096  # bytes

@@ -217,12 +217,13 @@ class RowBuckets:
             records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
             rows: Any = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
+            columns, values = records["column"], records["value"]
             if (rows[1:] < rows[:-1]).any():
-                records = records[np.argsort(rows, kind="stable")]
+                order = np.argsort(rows, kind="stable")
+                columns, values = columns[order], values[order]
             indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
-            columns = records["column"].astype(np.int32)
-            values = np.ascontiguousarray(records["value"])
-            yield sp.csr_matrix((values, columns, indptr), shape=(n_rows, self.shape[1]))
+            whole = np.ascontiguousarray(values), columns.astype(np.int32), indptr
+            yield sp.csr_matrix(whole, shape=(n_rows, self.shape[1]))
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:

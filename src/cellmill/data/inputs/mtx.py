@@ -22,7 +22,7 @@ from cellmill.data.inputs.text.companions import find_companions, is_matrix
 from cellmill.data.inputs.text.tables import cell_frame, gene_frame
 from cellmill.errors import DataError
 
-_FIELDS = {"integer": np.int64, "real": np.float64, "float": np.float64, "double": np.float64}
+_FIELDS = {"integer": np.int32, "real": np.float64, "float": np.float64, "double": np.float64}
 _LINE = 1 << 16  # bytes; longest line of a header
 _MISSING = 1e308  # what writeMM of R's package Matrix writes for NA, NaN and Inf
 _PARTS = ("mature", "nascent", "ambiguous")
@@ -145,7 +145,7 @@ class MtxMatrix(StoredMatrix):
             for row, column, values in lines.read_triples(
                 self._path, text, self._dtype, self.stored_shape, self._n_values
             ):
-                if len(values) and values.max() >= _MISSING:
+                if values.dtype.kind == "f" and len(values) and values.max() >= _MISSING:
                     raise DataError(
                         f"{self._path}: has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these "
                         "to 0 in R and write the matrix again"

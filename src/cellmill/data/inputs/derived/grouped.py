@@ -103,6 +103,8 @@ def is_split(names: pd.Index) -> bool:
     """True if every gene has the three names of USA mode: its own, and with -U and -A."""
     if len(names) < 3 or len(names) % 3:
         return False
+    if 3 * sum(str(name).endswith(_ENDS["U"]) for name in names) != len(names):
+        return False
     known = {str(name) for name in names}
     stems = [name.removesuffix(_ENDS["U"]) for name in known if name.endswith(_ENDS["U"])]
     if 3 * len(stems) != len(known) or len(known) != len(names):

@@ -137,7 +137,8 @@ def _read_layout(path: Path) -> _Layout:
         raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
     if width > MAX_LENGTH:
         raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
-    has_numbers = [all(_is_number(row[column]) for row in rows) for column in range(width)]
+    n_numbers = [sum(_is_number(row[column]) for row in rows) for column in range(width)]
+    has_numbers = [2 * n > len(rows) for n in n_numbers]  # a text among numbers is damage, which reading finds
     describes = [name.lower().replace(" ", "_") in _DESCRIPTIONS for name in header]
     numbers = [column for column in range(1, width) if has_numbers[column] and not describes[column]]
     texts = [column for column in range(width) if column not in {*numbers}]

@@ -19,6 +19,7 @@ from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
 
 _PIECE = 1 << 24  # bytes in memory at once
+_LARGEST = 2**31 - 1  # of whole numbers, which are held in 32 bits
 _WORTH = 1 << 21  # values; fewer are read before numba is compiled
 _POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
 
@@ -50,13 +51,14 @@ def _read_piece(
         most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
         rows, columns = np.empty(most, np.int32), np.empty(most, np.int32)
         values: np.ndarray = np.empty(most, dtype)
-        n = parse(np.frombuffer(piece, np.uint8), rows, columns, values, *shape, _POWERS, dtype is np.int64)
+        n = parse(np.frombuffer(piece, np.uint8), rows, columns, values, *shape, _POWERS, dtype is np.int32)
         if n >= 0:
             return rows[:n], columns[:n], values[:n]
     if not piece.tobytes().strip():
         nothing = np.empty(0, np.int64)
         return nothing, nothing, np.empty(0, dtype)
-    types = {"row": np.int64, "column": np.int64, "value": dtype}
+    is_whole = dtype is np.int32
+    types = {"row": np.int64, "column": np.int64, "value": np.int64 if is_whole else dtype}
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # more than three columns
         table = pd.read_csv(
@@ -66,7 +68,10 @@ def _read_piece(
     for name, size in zip(types, shape):
         if len(table) and not 1 <= table[name].min() <= table[name].max() <= size:
             raise DataError(f"{path}: damaged: an index is outside 1 to {size:,}")
-    return table["row"].to_numpy() - 1, table["column"].to_numpy() - 1, table["value"].to_numpy()
+    values = table["value"].to_numpy()
+    if is_whole and len(values) and int(np.abs(values).max()) > _LARGEST:
+        raise DataError(f"{path}: a value is too large: expected at most {_LARGEST:,}, got {np.abs(values).max():,}")
+    return table["row"].to_numpy() - 1, table["column"].to_numpy() - 1, values.astype(dtype, copy=False)
 
 
 @cache
@@ -129,7 +134,7 @@ def _parse(
                 at += 1
             n_digits += at - start
             exponent = start - at
-        if n_digits == 0 or n_digits > 15:
+        if n_digits == 0 or n_digits > (9 if whole else 15):
             return -1
         if not whole and (text[at] == 101 or text[at] == 69):
             at += 1
