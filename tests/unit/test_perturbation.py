@@ -45,7 +45,7 @@ def test_scores_of_changes_by_hand() -> None:
     assert scores["discrimination"][[0, 2]].tolist() == [1, 0.5]
 
 
-def test_baselines_are_not_fitted_on_perturbations_that_validate_the_model(screen: Context) -> None:
+def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -> None:
     manifest = screen.model.manifest
     names = {
         split: {
