@@ -10,9 +10,14 @@
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-for python in python3.13 python3.12 python3; do
-  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then break; fi
+python=
+for candidate in "${PYTHON:-}" python3.13 python3.12 python3; do
+  if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
 done
+[ -n "$python" ] || { echo "expected Python 3.12 or newer on the PATH; set PYTHON to one"; exit 2; }
 "$python" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet --disable-pip-version-check anndata==0.13.4
 "$folder/venv/bin/python" -W ignore - "$folder" <<'PYTHON'
