@@ -133,6 +133,9 @@ def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "gene '-' has the reads that STARsolo gave to no gene" in capsys.readouterr().err
 
 
+MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))  # more than the layout is found by
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -145,9 +148,9 @@ def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFix
         ("g,c1,c2\nACTB,1,2.5\nGAPDH,3,4\n", "2.5 (cell 'c2', gene 'ACTB') is fractional"),
         ("g,c1,c2\nACTB,1,-2\nGAPDH,3,4\n", "-2 (cell 'c2', gene 'ACTB') is negative"),
         ("g,c1,c2\nACTB,1,NA\nGAPDH,3,4\n", "nan (cell 'c2', gene 'ACTB') is not finite"),
-        ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,many\n", "damaged: "),
-        ("g,c1,c2\nACTB,1,2\nGAPDH,3,4\nB2M,5,x\n", "damaged: "),
-        ("g,c1,c2\n" + "ACTB,1,2\n" * 30 + "GAPDH,3,4,5\n", "damaged: "),
+        ("g,c1,c2\n" + MANY_ROWS + "GAPDH,3,many\n", "damaged: "),
+        ("g,c1,c2\nACTB,1,2\nGAPDH,3,4\nB2M,5,x\n", "expected counts in column 'c2', got 'x' in row 'B2M'"),
+        ("g,c1,c2\n" + MANY_ROWS + "GAPDH,3,4,5\n", "damaged: "),
     ],
 )
 def test_a_table_that_has_no_counts_is_one_line(text: str, message: str, tmp_path: Path) -> None:

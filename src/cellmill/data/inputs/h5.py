@@ -28,6 +28,7 @@ from cellmill.files import atomic_path, named_errors, require_file
 if TYPE_CHECKING:
     import pandas as pd
 
+_GZIP = b"\x1f\x8b"  # the first bytes of its files
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 
 
@@ -137,9 +138,11 @@ def one_line(error: BaseException) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file to read, plain or gzip. Raises DataError if it is not a regular file."""
+    """A file to read, plain or, by its first bytes, gzip. Raises DataError if it is not a regular file."""
     require_file(path)
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+    with open(path, "rb") as file:
+        is_gzip = file.read(2) == _GZIP
+    return gzip.open(path) if is_gzip else open(path, "rb")  # type: ignore[return-value]
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 A table has a header and a column of names. Genes are in rows or in columns: whichever names have more Ensembl ids,
 common symbols or, the other way round, barcodes. Columns of text, and those of featureCounts (Start, Length), describe
-the rows. A table of three columns, such as gene, cell and count of umi_tools, has a count a line. Tables are read in
-blocks of rows; genes in rows are transposed on disk.
+the rows, as do totals. A table with one column of genes, one of cells and one of counts, as of umi_tools, has a count a
+line. Tables are read in blocks of rows; genes in rows are transposed on disk.
 """
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,15 @@ _LONGEST = 1 << 28  # bytes; longest line
 _DESCRIPTIONS = frozenset(
     """
     chr chrom chromosome start end strand length gene_length exon_length entrez entrezid entrez_id entrezgene ncbi_id
-    gc gc_content width
+    gc gc_content width total totals sum mean average n_cells ncells n_counts n_genes total_counts n_genes_by_counts
+    ncount_rna nfeature_rna percent_mito percent.mt pct_counts_mt pct_counts_mito
     """.split()  # noqa: SIM905 - a table of words
 )
-_COUNT = frozenset("count counts umi umis umi_count n_umis reads n value".split())  # noqa: SIM905
-_CELL = frozenset("cell cells barcode cell_barcode cell_id cb sample".split())  # noqa: SIM905
+_COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())  # noqa: SIM905
+_CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())  # noqa: SIM905
+_GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")  # the first counts
+_MOST_LONG = 12  # columns of a table with a count a line
+_MOST_REPEATED = 4  # rows of one name, on average; a gene may have some
 _COMMON = frozenset(
     """
     actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
@@ -60,6 +65,7 @@ class _Layout:
     separator: str
     skipped: int  # lines up to and with the header
     header: list[str]
+    names: int | None  # the column of the names of rows
     numbers: list[int]  # columns of counts
     texts: list[int]  # columns that describe a row, its name among them
 
@@ -88,11 +94,9 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         return _open_long(path, counts, layout, *columns)
     if not layout.numbers:
         raise DataError(f"{path}: expected columns of counts after the names of rows, got text in all columns")
-    rows = pd.concat([*layout.chunks(dict.fromkeys(layout.texts, str))], ignore_index=True)
-    rows = rows.set_axis([layout.header[column] for column in layout.texts], axis=1)
-    rows = rows.loc[:, ~rows.columns.duplicated()]
+    rows = _read_rows(layout)
     names = [layout.header[column] for column in layout.numbers]
-    genes_in_rows = _are_genes(rows.iloc[:, 0].tolist(), names)
+    genes_in_rows = layout.names is not None and _are_genes(rows.iloc[:, 0].tolist(), names)
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *rows.columns[1:]], axis=1))
@@ -102,47 +106,115 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         var = pd.DataFrame(index=pd.Index(names, dtype=object))
         obs = cell_frame(rows)
         note = "cells are in rows, genes in columns"
-    described = [layout.header[column] for column in layout.texts[1:]]
+    described = list(rows.columns[1:])
     note += f"; not counts but descriptions of rows: {', '.join(described[:8])}" if described else ""
     return CountSource(path, counts, matrix, obs, var, notes=[note])
 
 
+def _read_rows(layout: _Layout) -> pd.DataFrame:
+    """Columns of text by name, that of the rows' names first. Rows without names are numbered."""
+    if layout.texts:
+        rows = pd.concat([*layout.chunks(dict.fromkeys(layout.texts, str))], ignore_index=True)
+    else:
+        lengths = [len(chunk) for chunk in layout.chunks({layout.numbers[0]: np.float64})]
+        rows = pd.DataFrame(index=range(sum(lengths)))
+    rows = rows.set_axis([layout.header[column] for column in layout.texts], axis=1)
+    rows = rows.loc[:, ~rows.columns.duplicated()]
+    if layout.names is None:
+        rows.insert(0, "", [f"row {number}" for number in range(1, len(rows) + 1)])
+        return rows
+    name = layout.header[layout.names]
+    n_names = rows[name].nunique()
+    if len(rows) > _MOST_REPEATED * n_names:
+        raise DataError(
+            f"{layout.path}: its {n_names:,} names of rows are on {len(rows):,} rows: expected a row for each gene or "
+            "cell, or a table with one column of genes, one of cells and one of counts, named gene, cell and count"
+        )
+    return rows[[name, *(other for other in rows.columns if other != name)]]
+
+
 def _read_layout(path: Path) -> _Layout:
+    lines, n_before = _first_lines(path)
+    separator = find_separator(lines)
+    if not separator:
+        separator = next((each for each in ("\t", ",", ";") if all(each in line for line in lines)), "")
+    if not separator:
+        raise DataError(f"{path}: expected columns separated by tabs, commas or semicolons, got {lines[0][:60]!r}")
+    header, *rows = split_lines([line for line in lines if line.strip()], separator)
+    width = Counter(map(len, rows)).most_common(1)[0][0]
+    for number, row in enumerate(rows):
+        if len(row) != width:
+            line = n_before + 2 + number
+            raise DataError(
+                f"{path}: expected {width:,} columns in line {line:,}, as in most lines, got {len(row):,}; is the file "
+                "complete?"
+            )
+    if len(header) == width - 1 and not names_row_names(header):
+        header = ["", *header]  # R does not name the column of row names
+    if len(header) != width:
+        raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {width}")
+    header = [name.strip() for name in header]
+    n_numbers = sum(_is_number(name) for name in header[1:])
+    if n_numbers == width - 1 or (n_numbers and width <= _MOST_LONG and not _has_known_name(header)):
+        raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
+    if width > MAX_LENGTH:
+        raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
+    return _divide_columns(path, separator, n_before + 1, header, rows)
+
+
+def _has_known_name(header: Sequence[str]) -> bool:
+    known = {*_GENE, *_CELL, *_COUNT, *_DESCRIPTIONS}
+    return any(name.lower() in known for name in header)
+
+
+def _first_lines(path: Path) -> tuple[list[str], int]:
+    """The header and some rows, and the number of comments and empty lines before them."""
     with open_bytes(path) as file, reading(path):
         first: list[str] = []
-        n_bytes, n_comments = 0, 0
+        n_bytes, n_before = 0, 0
         for line in iter(lambda: file.readline(_LONGEST), b""):
             text = line.decode("utf-8-sig").rstrip("\r\n")
             n_bytes += len(line)
             if not first and (text.startswith("#") or not text.strip()):
-                n_comments += 1
+                n_before += 1
                 continue
             first.append(text)
             if len(first) > _LOOKED_AT or (n_bytes > 1 << 26 and len(first) > 2):
                 break
     if len(first) < 2:
         raise DataError(f"{path}: expected a header and rows of counts, got {len(first)} lines")
-    separator = find_separator(first)
-    if not separator:
-        raise DataError(f"{path}: expected columns separated by tabs, commas or semicolons, got {first[0][:60]!r}")
-    header, *rows = split_lines([line for line in first if line.strip()], separator)
-    width = len(rows[0])
-    if len(header) == width - 1 and not names_row_names(header):
-        header = ["", *header]  # R does not name the column of row names
-    if len(header) != width or any(len(row) != width for row in rows):
-        widths = ", ".join(sorted({f"{len(row)}" for row in rows}))
-        raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {widths}")
-    header = [name.strip() for name in header]
-    if all(_is_number(name) for name in header[1:]):
-        raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
-    if width > MAX_LENGTH:
-        raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
-    n_numbers = [sum(_is_number(row[column]) for row in rows) for column in range(width)]
-    has_numbers = [2 * n > len(rows) for n in n_numbers]  # a text among numbers is damage, which reading finds
+    return first, n_before
+
+
+def _divide_columns(path: Path, separator: str, skipped: int, header: list[str], rows: list[list[str]]) -> _Layout:
+    """Which column names the rows, which have counts, and which describe the rows. Raises DataError for a column of
+    counts with something else among them."""
+    values = [[row[column] for row in rows] for column in range(len(header))]
+    n_numbers = [sum(map(_is_number, column)) for column in values]
+    is_text = [2 * n < len(rows) for n in n_numbers]
+    names = _column_of_names(header, values, is_text)
     describes = [name.lower().replace(" ", "_") in _DESCRIPTIONS for name in header]
-    numbers = [column for column in range(1, width) if has_numbers[column] and not describes[column]]
-    texts = [column for column in range(width) if column not in {*numbers}]
-    return _Layout(path, separator, n_comments + 1, header, numbers, texts)
+    numbers = [
+        column for column in range(len(header)) if column != names and not is_text[column] and not describes[column]
+    ]
+    for column in numbers:
+        if n_numbers[column] < len(rows):
+            bad = next(row for row in rows if not _is_number(row[column]))
+            where = f" in row {bad[names]!r}" if names is not None else ""
+            raise DataError(f"{path}: expected counts in column {header[column]!r}, got {bad[column]!r}{where}")
+    texts = [column for column in range(len(header)) if column not in {*numbers}]
+    if names is not None:
+        texts = [names, *(column for column in texts if column != names)]
+    return _Layout(path, separator, skipped, header, names, numbers, texts)
+
+
+def _column_of_names(header: Sequence[str], values: Sequence[Sequence[str]], is_text: Sequence[bool]) -> int | None:
+    """The first column, unless it holds counts; then the first of text, if any."""
+    first = values[0]
+    is_named = names_row_names(header) or header[0].lower() in {*_CELL, *_GENE, *_DESCRIPTIONS}
+    if is_text[0] or is_named or len({*first}) == len(first):
+        return 0
+    return next((column for column in range(1, len(header)) if is_text[column]), None)
 
 
 def _is_number(text: str) -> bool:
@@ -187,17 +259,24 @@ class _TextMatrix(StoredMatrix):
 
 
 def _long_columns(layout: _Layout) -> tuple[int, int, int] | None:
-    """Columns of gene, cell and count of a table with a count a line; None for a table with a column a cell."""
+    """Columns of gene, cell and count of a table with a count a line; None for a table with a column a cell. Raises
+    DataError if it has several columns of counts."""
     names = [name.lower() for name in layout.header]
-    counts = [column for column, name in enumerate(names) if name in _COUNT and column in layout.numbers]
-    others = [column for column in range(len(names)) if column not in counts]
-    if len(names) != 3 or len(counts) != 1:
+    if len(names) > _MOST_LONG:
         return None
-    cells = [column for column in others if names[column] in _CELL]
-    if len(cells) != 1:
+    cells = [column for column, name in enumerate(names) if name in _CELL]
+    genes = [names.index(name) for name in _GENE if name in names]
+    numbers = [column for column in layout.numbers if column not in (*cells, *genes)]
+    counts = [column for column in numbers if names[column] in _COUNT]
+    if len(cells) != 1 or not genes or not counts:
         return None
-    [gene] = [column for column in others if column not in cells]
-    return gene, cells[0], counts[0]
+    if len(counts) > 1:
+        shown = ", ".join(layout.header[column] for column in counts)
+        raise DataError(
+            f"{layout.path}: it has a line for each gene in each cell, and {len(counts)} columns of counts: {shown}; "
+            "keep one of them"
+        )
+    return genes[0], cells[0], counts[0]
 
 
 def _open_long(path: Path, counts: str, layout: _Layout, gene: int, cell: int, count: int) -> CountSource:

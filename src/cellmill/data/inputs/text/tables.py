@@ -272,7 +272,8 @@ def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
     index = next(barcodes, next(unique, names[0]))
     kept = [name for name in names if name != index and isinstance(name, str) and name]
     texts = {name: pd.Categorical(table[name].astype(str)) for name in kept}
-    return pd.DataFrame(texts, index=pd.Index(table[index].astype(str), dtype=object))
+    # a header, or the number of a column without one, is no name of the index of an AnnData
+    return pd.DataFrame(texts, index=pd.Index(table[index].astype(str).tolist(), dtype=object))
 
 
 def _share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
