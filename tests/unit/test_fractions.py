@@ -65,6 +65,8 @@ OTHERS = {
     "log-transformed ": lambda counts: np.log2(mean_normalised(counts)[:, :20] + 1),  # of chosen genes
     "normalised: all cells have one sum": mean_normalised,
     "normalised": lambda counts: mean_normalised(counts)[:, :20],
+    "like square roots of counts": np.sqrt,
+    "like square roots of counts ": lambda counts: np.where(counts > 0, np.sqrt(counts) + np.sqrt(counts + 1), 0),
     "imputed": smoothed,
     "imputed ": lambda counts: smoothed(counts_of(depth=0.2)),
 }

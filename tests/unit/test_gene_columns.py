@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.columns import choose_names
-from cellmill.data.genes.lookup import match_names
+from cellmill.data.genes.lookup import look_up, match_names
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.tables import gene_table, orthologs
 from cellmill.data.inputs.formats import open_counts
@@ -150,6 +150,20 @@ def test_of_two_genomes_each_organism_takes_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["adt_{}", "ADT-{}", "sg_{}", "{}:UCHT1|{}|AHS0231|pAbO", "guide_{}", "HTO:{}"])
 def test_antibodies_and_guides_are_never_their_target_gene(form: str) -> None:
     assert match_names([form.replace("{}", name) for name in SYMBOLS], "human").n_matched == 0
+
+
+def test_missing_names_are_no_gene_though_NA_was_a_symbol() -> None:
+    matches = match_names(["NA", "NA.1", "NA-2", "nan", "XK", "TP53"], "human")
+    assert [bool(gene) for gene in matches.gene_ids] == [False] * 4 + [True] * 2
+
+
+def test_dots_of_R_are_dashes_before_they_end_a_prefix() -> None:
+    names = ["HLA.A", "HLA.B", "HLA.DRA", "TP53", "GAPDH"]
+    matches = match_names(names, "human")
+    expected = [look_up(name.replace(".", "-"), "human").gene for name in names]
+    assert all(expected)
+    assert matches.gene_ids == expected
+    assert not matches.prefixes
 
 
 def test_introns_are_not_added_to_their_gene() -> None:

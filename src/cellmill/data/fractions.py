@@ -5,6 +5,7 @@ normalised and imputed values have fractions too, and no rounding makes counts o
 
     imputed        hardly a zero among the genes that the cells express, but values far below 1 or little variance
     logarithms     exp(x) - 1, or 2^x - 1, are multiples of one unit in each cell, or have one sum in all cells
+    square roots   x^2, or the inverse of sqrt(x) + sqrt(x + 1) of Freeman and Tukey, are whole numbers
     normalised     the values are multiples of one unit in each cell, or have one sum in all cells
 
 A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a cell are laid end
@@ -34,6 +35,7 @@ _MOSTLY = 0.5
 _MULTIPLE = 100.0  # largest multiple of a unit that is looked at: rounding errors grow with it
 _TOLERANCE = 0.02
 _CONSISTENT = 0.95  # share of a cell's values, and of the cells, that are multiples
+_SQRT_MAX = 30.0  # largest root that is looked at: rounding errors of its square grow with it
 _ONE_SUM = 1e-3  # relative difference
 _LOG_MAX = 20.0  # 2^20 is a million, the sum of normalised values of a cell
 
@@ -48,6 +50,7 @@ class Looks(NamedTuple):
 COUNTS = Looks("like estimated counts, as of RSEM, SoupX, CellBender or an EM algorithm", True)
 IMPUTED = Looks("imputed: hardly a value is zero, as after MAGIC or scVI", False)
 LOGARITHMS = Looks("log-transformed", False)
+SQUARE_ROOTS = Looks("like square roots of counts", False)
 NORMALISED = Looks("normalised", False)
 ONE_SUM = Looks("normalised: all cells have one sum", False)
 
@@ -58,6 +61,8 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
     cells.eliminate_zeros()
     values = cells.data
     is_fractional = values != np.floor(values)
+    if _are_square_roots(values[is_fractional]):
+        return SQUARE_ROOTS
     if is_fractional.mean() <= _MOSTLY:
         return COUNTS
     if _is_imputed(cells):
@@ -91,6 +96,12 @@ def _is_imputed(cells: sp.csr_matrix) -> bool:
     dense = cells[:, genes].toarray()
     dispersion = dense.var(axis=0) / dense.mean(axis=0)
     return bool((cells.data < _SMALL).mean() > _MANY_SMALL or np.median(dispersion) < _LEAST_DISPERSION)
+
+
+def _are_square_roots(values: np.ndarray) -> bool:
+    small = values[(values > 0) & (values < _SQRT_MAX)]
+    inverses = small**2, ((small**2 - 1) / (2 * small)) ** 2
+    return len(small) >= _FEWEST and max(map(_share_of_whole, inverses)) >= _CONSISTENT
 
 
 def _exp2m1(values: np.ndarray) -> np.ndarray:

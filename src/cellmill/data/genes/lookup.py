@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from cellmill.data.genes.tables import GeneTable, gene_id, gene_id_within, gene_table
 
-MISSING = frozenset({"", "nan", "NaN", "None", "<NA>", "NA"})
-"""Texts that stand for a missing name."""
+MISSING = frozenset({"", "nan", "NaN", "None", "<NA>", "NA", "N/A", "NULL", "null", "---"})
+"""Texts that stand for a missing name, though NA and NaN were symbols once."""
 _COPY = re.compile(r"(.+)[-._][0-9]{1,3}")
 _SEPARATORS = re.compile(r"[-_.:|]+")
 _PARTS = re.compile(r"[|;,]+|\s\((?=[0-9]+\)$)")
@@ -74,11 +74,22 @@ def look_up(name: str, organism: str) -> Match:
 
 def match_names(names: Sequence[str], organism: str) -> Matches:
     """Genes of the names of one file, which are looked at together."""
-    known = {name: look_up(name, organism) for name in dict.fromkeys(names)}
-    unknown = [name for name, match in known.items() if not match.gene and name not in MISSING]
+    known = {
+        name: Match("", "unmapped") if _is_missing(name) else look_up(name, organism) for name in dict.fromkeys(names)
+    }
+    respelled = dict[str, str]()
+    unknown = list[str]()
+    for name, match in list(known.items()):
+        if match.gene or _is_missing(name):
+            continue
+        respelled_match, part = _respell(name, known, organism)
+        if respelled_match.gene:  # before prefixes: HLA.A is HLA-A, and not A with a prefix
+            known[name] = respelled_match
+            respelled[name] = part
+        else:
+            unknown.append(name)
     prefixes = _shared_prefixes(unknown, known, organism)
     removed = dict[str, str]()
-    respelled = dict[str, str]()
     for name in unknown:
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         bare = name.removeprefix(prefix)
@@ -104,6 +115,12 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
         removed,
         respelled,
     )
+
+
+def _is_missing(name: str) -> bool:
+    """True for a missing name, also with the suffix that made several of them unique: NA, NA.1, NA.2 of R."""
+    copy = _COPY.fullmatch(name)
+    return name in MISSING or (copy is not None and copy[1] in MISSING)
 
 
 def _symbol(name: str, table: GeneTable) -> Match:
