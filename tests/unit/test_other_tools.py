@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from cellmill.data.genes.names import map_genes
+from cellmill.data.genes.tables import gene_table
 from cellmill.data.inputs.formats import open_counts
 from tests.unit.test_inputs import CELLS, GENES, h5ad, loom, read, refusal, tenx_v2, write_arrays
 from tests.unit.test_matrix_market import star
@@ -125,11 +127,16 @@ def test_loom_files_with_other_names_are_read(names: tuple[str, str], counts: sp
         assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)
 
 
-def test_loom_attributes_that_may_all_be_names_are_listed(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_of_several_loom_attributes_the_best_names_genes(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = rename_attributes(loom(counts, tmp_path), "some", "CellID2")
     with h5py.File(path, "a") as file:
-        file["row_attrs/more"] = np.array([f"m{n}" for n in range(N)], "S")
-    assert refusal(path).endswith("or one attribute of unique text, got 2 attributes of unique text: more, some")
+        file["row_attrs/more"] = np.array([f"m{n}" for n in range(len(GENES))], "S")
+        del file["row_attrs/some"]
+        file["row_attrs/some"] = np.array([*gene_table("human").symbols][: len(GENES)], "S")
+    with open_counts(path) as reader:
+        mapped = map_genes(reader.var_names, reader.var, "human")
+    assert mapped.gene_ids == [*gene_table("human").symbols][: len(GENES)]
+    assert mapped.coverage.column == "some"
 
 
 def test_a_tenx_matrix_of_r_without_symbols_is_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
@@ -149,7 +156,13 @@ def test_folders_below_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("cells.rds", "DropletUtils::write10xCounts("), ("cells.xlsx", "save the sheet as .csv"), ("a.h5ad.gz", "gunzip")],
+    [
+        ("cells.rds", "DropletUtils::write10xCounts("),
+        ("cells.xlsx", "save the sheet as .csv"),
+        ("a.h5ad.gz", "gunzip"),
+        ("a.csv.bz2", "bunzip2"),
+        ("s1.gem.gz", "stereo_to_anndata"),
+    ],
 )
 def test_files_of_no_format_come_with_a_way_on(name: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"X\n\x00\x00")

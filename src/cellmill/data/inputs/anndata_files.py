@@ -258,7 +258,8 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
         try:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
-            raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json") from None
+            remedy = "" if path.is_dir() else "; a zip of other files: unpack it, and give what is in it"
+            raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json{remedy}") from None
         if not (is_anndata(group) or parts_of(group)):
             raise DataError(f"{path}: not an AnnData: no obs and var groups{_of_pegasus(group)}")
         _check_sizes(path, group, counts)

@@ -56,6 +56,16 @@ _HINTS = {
     ".loom.gz": "unpack it with gunzip",
     ".tar": "unpack it with tar -xf",
     ".tar.gz": "unpack it with tar -xf",
+    ".bz2": "unpack it with bunzip2",
+    ".xz": "unpack it with unxz",
+    ".zst": "unpack it with zstd -d",
+    ".gef": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
+    ".gem": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
+    ".gem.gz": "write an .h5ad with stereopy: stereo.io.stereo_to_anndata",
+    ".gct": "remove its first two lines and save it as .tsv",
+    ".eds": "let alevin write text with --dumpMtx",
+    ".eds.gz": "let alevin write text with --dumpMtx",
+    ".st": "keep the columns of cell, gene and count, named cell, gene and count, and save it as .tsv",
     ".bam": "count its reads first, with STARsolo or Cell Ranger",
 }
 """What to do with files of no format, by the end of their names."""

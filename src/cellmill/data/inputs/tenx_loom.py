@@ -116,21 +116,24 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
 
 
 def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str, ...]) -> pd.DataFrame:
-    """Attributes of one number or text each, indexed by the first of `names` with unique values, else that exists."""
+    """Attributes of one number or text each, indexed by the first of `names` with unique values, else that exists.
+
+    Without any of `names`, by the first text whose values differ: the other texts stay columns, of which the best one
+    names the genes.
+    """
     columns = {}
     for name, array in file[where].items():
         if is_array(array) and array.shape is not None and len(array.shape) == 1:
             is_number = array.dtype.kind in REAL and array.shape == (length,)
             columns[name] = native(array[()]) if is_number else _read_texts(path, array, f"{where}/{name}", length)
     there = [name for name in names if name in columns]
-    if not there:  # the only text whose values differ names them, whatever it is called
+    if not there:
         texts = [name for name, values in columns.items() if isinstance(values, list)]
         there = [name for name in texts if len({*columns[name]}) == length]
-    if len(there) != 1 and not {*there} & {*names}:
-        found = f"{len(there)} attributes of unique text" if there else "no attribute of unique text"
+    if not there:
         raise DataError(
-            f"{path}: {where} has no names; expected one of {', '.join(names)}, or one attribute of unique text, got "
-            f"{found}: {', '.join(columns)}"
+            f"{path}: {where} has no names; expected one of {', '.join(names)}, or an attribute of text whose values "
+            f"differ, got {', '.join(columns) or 'none'}"
         )
     index = next((name for name in there if len(np.unique(columns[name])) == length), there[0])
     return pd.DataFrame(columns, index=pd.Index([str(text) for text in columns[index]], dtype=object))
