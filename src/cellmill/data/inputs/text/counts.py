@@ -96,7 +96,7 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(f"{path}: expected columns of counts after the names of rows, got text in all columns")
     rows = _read_rows(layout)
     names = [layout.header[column] for column in layout.numbers]
-    genes_in_rows = layout.names is not None and _are_genes(rows.iloc[:, 0].tolist(), names)
+    genes_in_rows = layout.names is not None and _are_genes(rows.iloc[:, 0].tolist(), names, rows.columns[0])
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *rows.columns[1:]], axis=1))
@@ -222,12 +222,17 @@ def _is_number(text: str) -> bool:
     return word in ("", "na", "nan", "inf", "-inf") or _NUMBER.fullmatch(word) is not None
 
 
-def _are_genes(rows: Sequence[str], columns: Sequence[str]) -> bool:
-    """True if genes are in rows; also if neither rows nor columns show it, as most tables have it."""
+def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool:
+    """True if genes are in rows: by the header of their names, else by the names of rows and columns.
+
+    Also if none of these shows it, as most tables have it.
+    """
+    if header.lower() in (*_CELL, *_GENE):
+        return header.lower() in _GENE
 
     def likeness(names: Sequence[str]) -> float:
         n_ids = sum(bool(ENSEMBL.search(name)) for name in names)
-        n_common = sum(name.lower() in _COMMON for name in names)
+        n_common = sum(name.partition("|")[0].lower() in _COMMON for name in names)
         n_barcodes = sum(bool(BARCODE.search(name)) for name in names)
         return (n_ids - n_barcodes) / max(1, len(names)) + 0.1 * min(n_common, 5)
 
