@@ -82,6 +82,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "genes in rows, totals": lambda folder: write_table(
         truth().T.assign(n_cells=3, total=truth().sum().to_numpy()), folder / "counts.csv"
     ),
+    "commas at the end of lines": lambda folder: write_table(truth().T.assign(**{"": ""}), folder / "counts.csv"),
     "gzip by content": lambda folder: write_table(truth().T, folder / "counts.csv", compression="gzip"),
 }
 

@@ -193,16 +193,19 @@ def _divide_columns(path: Path, separator: str, skipped: int, header: list[str],
     n_numbers = [sum(map(_is_number, column)) for column in values]
     is_text = [2 * n < len(rows) for n in n_numbers]
     names = _column_of_names(header, values, is_text)
+    is_empty = [not name and not any(column) for name, column in zip(header, values)]  # commas at the end of lines
     describes = [name.lower().replace(" ", "_") in _DESCRIPTIONS for name in header]
     numbers = [
-        column for column in range(len(header)) if column != names and not is_text[column] and not describes[column]
+        column
+        for column in range(len(header))
+        if column != names and not (is_text[column] or describes[column] or is_empty[column])
     ]
     for column in numbers:
         if n_numbers[column] < len(rows):
             bad = next(row for row in rows if not _is_number(row[column]))
             where = f" in row {bad[names]!r}" if names is not None else ""
             raise DataError(f"{path}: expected counts in column {header[column]!r}, got {bad[column]!r}{where}")
-    texts = [column for column in range(len(header)) if column not in {*numbers}]
+    texts = [column for column in range(len(header)) if column not in {*numbers} and not is_empty[column]]
     if names is not None:
         texts = [names, *(column for column in texts if column != names)]
     return _Layout(path, separator, skipped, header, names, numbers, texts)
