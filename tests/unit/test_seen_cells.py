@@ -91,6 +91,22 @@ def test_the_accuracy_is_that_of_cells_never_trained_on(
     assert about["n_seen_in_training"] == (~unseen).sum()
 
 
+def test_cells_with_fewer_genes_are_told_by_the_others(
+    tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_run(tmp_path / "run", corpus)
+    fewer = ad.read_h5ad(cells)[:, 60:].copy()
+    is_seen = ~fewer.obs_names.isin(names_of(corpus, "test"))
+    fewer.obs_names = [f"other {i}" for i in range(fewer.n_obs)]
+    fewer.write_h5ad(tmp_path / "fewer.h5ad")
+    found = run_predict(model, tmp_path / "fewer.h5ad", tmp_path / "out.h5ad")
+    assert (found.obs["cellmill_seen_in_training"] == is_seen).all()
+    few = ad.read_h5ad(cells)[:, :8].copy()
+    few.write_h5ad(tmp_path / "few.h5ad")
+    found = run_predict(model, tmp_path / "few.h5ad", tmp_path / "out.h5ad")
+    assert not found.obs["cellmill_seen_in_training"].any(), "eight genes tell no cell"
+
+
 def test_training_cells_alone_have_no_accuracy(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

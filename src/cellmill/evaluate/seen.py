@@ -1,7 +1,8 @@
 """Cells of a file that a model was trained on, and the agreement of its labels with those of the file.
 
 A cell is told by its counts of the vocabulary's genes, under any name: hashes of all training and validation cells lie
-beside the shards. A model folder does not contain them. They are found through train/run.json of the run that the
+beside the shards. For a file that lacks some of these genes, the cells of the shards are hashed again over the others.
+A model folder contains none of this. The shards are found through train/run.json of the run that the
 folder is in, also for the models that the run started from or learnt from. A model that was copied elsewhere has lost
 its training cells, and its users are told so.
 """
@@ -24,12 +25,13 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import are_in, open_index
 from cellmill.data.shards.manifest import READ, Manifest, verify
 from cellmill.data.shards.plan import select_genes
-from cellmill.data.shards.reader import read_names
+from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 
 HASHED_ROWS = 1024
+_LEAST_GENES = 20  # that a cell has counts of, among those of a file that lacks some; with fewer, others may equal it
 
 
 class HashedCorpus(NamedTuple):
@@ -37,6 +39,28 @@ class HashedCorpus(NamedTuple):
 
     genes: Vocabulary
     hashes: list[np.ndarray]  # of each split, `(2, cells)` uint64 in ascending order
+    manifest: Manifest
+
+    def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
+        """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough of these genes."""
+        gene_hashes = hash_genes(self.genes.gene_ids)
+        found = [np.zeros((0, 2), np.uint64)]
+        for split in READ:
+            shards = open_shards(self.manifest, split) if self.manifest.splits[split].n_obs else ()
+            for shard in shards:
+                for first in range(0, shard.n_obs, HASHED_ROWS):
+                    starts = shard.indptr[first : first + HASHED_ROWS + 1].astype(np.int64)
+                    span = int(starts[0]), int(starts[-1])
+                    genes = shard.read_genes(*span)
+                    is_shared = shared.take(genes)
+                    kept_before = np.concatenate([[0], np.cumsum(is_shared)])
+                    kept_starts = kept_before[starts - starts[0]]
+                    counts = shard.read_counts(*span)[is_shared]
+                    hashes = hash_cells(kept_starts, genes[is_shared], counts, gene_hashes)
+                    found.append(hashes[np.diff(kept_starts) >= _LEAST_GENES])
+                shard.close()
+        hashes = np.concatenate(found)
+        return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
 
 
 def read_hashes(manifest: Manifest) -> HashedCorpus:
@@ -45,19 +69,28 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
     first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
     ids = read_names(first_shard, "var").tolist()
     genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
-    return HashedCorpus(genes, [open_index(manifest, split, "hashes") for split in splits])
+    return HashedCorpus(genes, [open_index(manifest, split, "hashes") for split in splits], manifest)
 
 
 def find_equal_cells(reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells of mask `among` whose counts equal those of a cell of `corpora`."""
+    """Mask, bool `(n_obs,)`, of the cells of mask `among` whose counts equal those of a cell of `corpora`.
+
+    Counts of the genes that both have: of a cell with few of these genes it is not known.
+    """
     found = np.zeros(reader.n_obs, bool)
     if not among.any():
         return found
-    for genes, known in corpora:
+    for corpus in corpora:
+        genes, known = corpus.genes, corpus.hashes
         try:
             target = match_columns(reader, genes).target
         except DataError:
             continue  # no gene in common: no equal cells
+        shared = np.zeros(genes.n_genes, bool)
+        shared[target[target >= 0]] = True
+        lacks_genes = not shared.all() and not reader.ordered
+        if lacks_genes:
+            known = corpus.hashes_over(shared)
         gene_hashes = hash_genes(genes.gene_ids)
         last = 0
         for raw in reader.rows(HASHED_ROWS):
@@ -68,8 +101,9 @@ def find_equal_cells(reader: CountsReader, corpora: Sequence[HashedCorpus], amon
             block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
             values = positions_in_rows(block.indptr) if reader.ordered else block.data
             hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
+            has_enough = np.diff(block.indptr) >= (_LEAST_GENES if lacks_genes else 0)
             for split in known:
-                found[first + rows] |= are_in(hashes, split)
+                found[first + rows] |= has_enough & are_in(hashes, split)
     return found
 
 
