@@ -163,6 +163,13 @@ def test_a_row_of_another_length_is_named(tmp_path: Path) -> None:
     assert refusal(path, tmp_path) == "expected 31 columns in line 5, as in most lines, got 30; is the file complete?"
 
 
+def test_names_of_cells_may_be_numbers(tmp_path: Path) -> None:
+    table = truth().set_axis([f"{10**17 + number}" for number in range(N_CELLS)], axis=0)
+    counts = written(write_table(table.T.rename_axis("gene"), tmp_path / "counts.csv"), tmp_path)
+    assert counts.index.tolist() == table.index.tolist()
+    assert (counts[table.columns].to_numpy() == table.to_numpy()).all()
+
+
 def test_cells_without_names_are_numbered(tmp_path: Path) -> None:
     counts = written(write_table(truth(), tmp_path / "counts.csv", index=False), tmp_path)
     assert counts.index.tolist() == [f"row {number}" for number in range(1, N_CELLS + 1)]

@@ -155,7 +155,8 @@ def _read_layout(path: Path) -> _Layout:
         raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {width}")
     header = [name.strip() for name in header]
     n_numbers = sum(_is_number(name) for name in header[1:])
-    if n_numbers == width - 1 or (n_numbers and width <= _MOST_LONG and not _has_known_name(header)):
+    has_names = names_row_names(header) or _has_known_name(header)  # then the names of cells may be numbers
+    if not has_names and (n_numbers == width - 1 or (n_numbers and width <= _MOST_LONG)):
         raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
     if width > MAX_LENGTH:
         raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
