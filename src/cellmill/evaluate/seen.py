@@ -31,7 +31,7 @@ from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 
 HASHED_ROWS = 1024
-_LEAST_GENES = 20  # that a cell has counts of, among those of a file that lacks some; with fewer, others may equal it
+_LEAST_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
 
 
 class HashedCorpus(NamedTuple):
@@ -42,7 +42,7 @@ class HashedCorpus(NamedTuple):
     manifest: Manifest
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
-        """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough of these genes."""
+        """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such genes."""
         gene_hashes = hash_genes(self.genes.gene_ids)
         found = [np.zeros((0, 2), np.uint64)]
         for split in READ:
@@ -73,9 +73,9 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
 
 
 def find_equal_cells(reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells of mask `among` whose counts equal those of a cell of `corpora`.
+    """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a cell of `corpora`.
 
-    Counts of the genes that both have: of a cell with few of these genes it is not known.
+    Only genes that both have are compared; a cell with few of them is never found.
     """
     found = np.zeros(reader.n_obs, bool)
     if not among.any():
