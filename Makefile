@@ -5,7 +5,7 @@
 # make test-all  every test, with the packages of all extras
 # make bench     ratios of CPU time against benchmarks/budget.toml: 3 minutes
 # make matrix    demo, every stage and tests with the oldest and the newest versions that pyproject.toml allows;
-#                make newest: demo, every stage and bridges with the newest
+#                make newest: demo, every stage and bridges with the newest; BRIDGES= leaves the bridges out
 # make wheelhouse PYTHON_VERSION=3.12 PLATFORM=manylinux_2_28_x86_64 WITHOUT="torch numpy" SET=gpu
 #                wheels for a machine without a package index, in wheelhouse/ (TO=…): SET is all, run, shards or gpu,
 #                WITHOUT names what that machine has
@@ -31,6 +31,8 @@ PYTHON_VERSION ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 PLATFORM ?= manylinux_2_28_x86_64
 SET ?= all
 TO ?= wheelhouse
+
+BRIDGES ?= --bridges
 
 .PHONY: demo showcase check test test-all extras bench matrix newest docs wheelhouse install
 
@@ -78,10 +80,10 @@ bench: install
 	$(BIN)/python benchmarks/budget.py
 
 matrix: install
-	$(BIN)/python tools/matrix.py
+	$(BIN)/python tools/matrix.py $(BRIDGES)
 
 newest: install
-	$(BIN)/python tools/matrix.py newest --stages --constraint $(filter torch==%,$(file < envs/requirements.lock))
+	$(BIN)/python tools/matrix.py newest --stages $(BRIDGES) --constraint $(filter torch==%,$(file < envs/requirements.lock))
 
 docs: install
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement envs/requirements-docs.lock

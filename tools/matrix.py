@@ -1,12 +1,12 @@
 """The demo, every stage and `make test` with the oldest and the newest versions that pyproject.toml allows.
 
     python tools/matrix.py                                       both sets, each in a virtual environment of its own
-    python tools/matrix.py newest --stages --constraint torch==2.13.0 --keep
+    python tools/matrix.py newest --stages --bridges --constraint torch==2.13.0 --keep
 
 The oldest set has the lowest version of each range, on Python 3.11; the newest has what pip takes, on the newest Python
 of PATH or pyenv. Every stage is the project `.test/stages`: its runs, what is made on request, and the commands that
-are no rule; then each bridge whose package installs in an environment of its own. `--stages` leaves out the tests,
-`--demo` the stages as well. An environment takes up to 7 GB where the index has torch for CUDA only, and is removed
+are no rule; with `--bridges` also each bridge whose package installs, in an environment of its own. `--stages` leaves
+out the tests, `--demo` the stages as well. An environment takes up to 7 GB where the index has torch for CUDA only, and is removed
 after its tests. Prints a table; exit code 1 if anything failed, but for a package of a bridge that does not install.
 """
 
@@ -155,9 +155,13 @@ def row(name: str, folder: Path, given: argparse.Namespace) -> tuple[bool, str]:
     whole, minutes = run([folder / "bin" / "snakemake", *words], folder, folder.with_suffix(".demo.log"), work)
     cells.append(minutes)
     if not given.demo:
-        for ended_well, outcome in (stages(folder), bridges(folder, python)):
-            whole = whole and ended_well
-            cells.append(outcome)
+        ended_well, outcome = stages(folder)
+        whole = whole and ended_well
+        cells.append(outcome)
+    if given.bridges:
+        ended_well, outcome = bridges(folder, python)
+        whole = whole and ended_well
+        cells.append(outcome)
     if not (given.demo or given.stages):
         pytest = [folder / "bin" / "python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-m", "not full"]
         passed, minutes = run(pytest, folder, folder.with_suffix(".tests.log"), ROOT)
@@ -172,14 +176,18 @@ def main() -> int:
     parser.add_argument("sets", nargs="*", metavar="SET", help="oldest, newest (default: both)")
     parser.add_argument("--demo", action="store_true", help="the demo alone")
     parser.add_argument("--stages", action="store_true", help="the demo and every stage, without the tests")
+    parser.add_argument("--bridges", action="store_true", help="each bridge too; needs the stages")
     parser.add_argument("--constraint", nargs="+", default=[], help="versions besides, such as torch==2.13.0")
     parser.add_argument("--folder", type=Path, default=ROOT / ".matrix", help="of environments and logs")
     parser.add_argument("--keep", action="store_true", help="do not remove environments; one that exists is used")
     given = parser.parse_args()
     if unknown := set(given.sets) - {"oldest", "newest"}:
         parser.error(f"expected oldest or newest, got {', '.join(sorted(unknown))}")
+    if given.bridges and given.demo:
+        parser.error("--bridges needs the stages, which --demo leaves out")
     head = ["set", "Python", *SHOWN, "installation", "demo"]
-    head += [] if given.demo else ["every stage", "bridges"]
+    head += [] if given.demo else ["every stage"]
+    head += ["bridges"] if given.bridges else []
     head += [] if given.demo or given.stages else ["make test"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     results = []
