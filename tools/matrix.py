@@ -6,8 +6,9 @@
 The oldest set has the lowest version of each range, on Python 3.11; the newest has what pip takes, on the newest Python
 of PATH or pyenv. Every stage is the project `.test/stages`: its runs, what is made on request, and the commands that
 are no rule; with `--bridges` also each bridge whose package installs, in an environment of its own. `--stages` leaves
-out the tests, `--demo` the stages as well. An environment takes up to 7 GB where the index has torch for CUDA only, and is removed
-after its tests. Prints a table; exit code 1 if anything failed, but for a package of a bridge that does not install.
+out the tests, `--demo` the stages as well. An environment takes up to 7 GB where the index has torch for CUDA only, and
+is removed after its tests. Prints a table; exit code 1 if anything failed, but for a package of a bridge that does not
+install.
 """
 
 import argparse
