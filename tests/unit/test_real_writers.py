@@ -4,6 +4,7 @@ Python programs are installed once, pinned, into CELLMILL_WRITERS (default: ~/.c
 DropletUtils come with the system (Debian: rna-star, r-bioc-dropletutils). Without one its tests are skipped.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -36,13 +37,18 @@ def python_with(package: str) -> Path:
     requirements = PACKAGES[package]
     folder = Path(os.environ.get("CELLMILL_WRITERS") or user_cache() / "writers") / requirements[0].replace("==", "-")
     python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        words = [str(python), "-m", "pip", "install", "--quiet", "--retries", "0", *requirements]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{requirements[0]} cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}")
-        (folder / "complete").write_text("")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # pip warns of itself
+    quiet = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in another process may install it
+        if not (folder / "complete").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, env=quiet)
+            words = [str(python), "-m", "pip", "install", "--quiet", "--retries", "0", *requirements]
+            done = subprocess.run(words, capture_output=True, text=True, check=False, env=quiet)
+            if done.returncode:
+                pytest.skip(f"{requirements[0]} cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}")
+            (folder / "complete").write_text("")
     return python
 
 
