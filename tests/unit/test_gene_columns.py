@@ -166,15 +166,6 @@ def test_dots_of_R_are_dashes_before_they_end_a_prefix() -> None:
     assert not matches.prefixes
 
 
-def test_a_symbol_among_ids_that_has_its_id_too_is_no_gene() -> None:
-    ids = [*gene_table("human").symbols][:20]
-    repeated = gene_table("human").symbols[ids[3]]
-    chosen = choose_names([*ids, repeated, "GAPDH"], pd.DataFrame(index=range(22)), "human")
-    assert chosen.gene_ids[:20] == ids
-    assert (chosen.gene_ids[20], chosen.kinds[20]) == ("", "ambiguous")
-    assert chosen.gene_ids[21] == look_up("GAPDH", "human").gene
-
-
 def test_introns_are_not_added_to_their_gene() -> None:
     names = [*SYMBOLS, *(f"intron_{name}" for name in SYMBOLS)]
     assert match_names(names, "human").gene_ids == [*IDS, *[""] * N_GENES]

@@ -5,7 +5,7 @@ before symbols, since a symbol may be that of two genes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,17 +87,6 @@ class GeneNames:
         if text in matches.respelled:
             self.respelled[text] = matches.respelled[text]
 
-    def leave_out_repeats(self, rows: Iterable[int]) -> None:
-        """Give no gene to those of `rows` whose name is no id, if another row has the id of that gene.
-
-        Among Ensembl ids, `CD4` is most likely an antibody of a file without types of features.
-        """
-        with_id = {gene for gene, kind in zip(self.gene_ids, self.kinds) if kind == "id"}
-        for row in rows:
-            if self.kinds[row] != "id" and self.gene_ids[row] in with_id:
-                self.gene_ids[row] = ""
-                self.kinds[row] = "ambiguous"
-
 
 def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> GeneNames:
     """Genes of a file by the column of `var` that names most of them; `names` are the index.
@@ -109,11 +98,8 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
     trusted = [column for column in columns if column is best or _may_fill(column, best)]
     trusted.sort(key=lambda column: (not column.has_ids, column is not best))
     genes = GeneNames(best.name)
-    sources = _first_known(trusted)
-    for row, column in enumerate(sources):
+    for row, column in enumerate(_first_known(trusted)):
         genes.add(column, row)
-    if best.has_ids:
-        genes.leave_out_repeats(row for row, column in enumerate(sources) if column is best)
     for column in columns:
         genes.coverage[column.name] = column.matches.n_matched / max(len(names), 1)
         if _contradicts(column, best):
